@@ -1,0 +1,37 @@
+"""Where jax is less than documented: every such use stands here, each with a test in tests/test_jax.py."""
+
+import contextlib
+
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+
+def varying_axes(x) -> frozenset[str]:
+    """Manual mesh axes over which `x` may differ; empty outside shard_map and under `check_vma=False`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_alike(tree):
+    """Marks every array of `tree` as varying over each axis that any of them varies over.
+
+    custom_vjp wants cotangents that vary as their arguments do. Marked first, outside it, the transpose of the mark
+    sums the gradient of an array that was replicated.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    def mark(x):
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
+def peer_to_peer() -> contextlib.AbstractContextManager:
+    """Puts the permutes issued inside on XLA:GPU's point-to-point stream.
+
+    The attribute is undocumented. The stream is a scheduler resource of its own, with four transfers in flight (a
+    ring's k, v, dk, dv) where ordinary collectives have one, so a permute neither waits nor is made synchronous.
+    Other backends ignore it.
+    """
+    return set_xla_metadata(_xla_gpu_collective_stream="p2p")
