@@ -201,7 +201,7 @@ def _on_mesh(call: _Call, query, key, value, sinks, q_tokens: Tokens, kv_tokens:
     rows = lambda x: None if x is None else P(batch if x.shape[0] > 1 else None, sequence)
     specs = (where.spec, where.spec, where.spec, None if sinks is None else P(heads), *jax.tree.map(rows, tokens))
     if where.explicit:
-        args = jax.tree.map(lambda x, spec: jax.reshard(x, spec), args, specs)
+        args = jax.tree.map(jax.reshard, args, specs)
     out, lse = jax.shard_map(
         call.on_rows,
         mesh=where.mesh,

@@ -97,7 +97,7 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Shard r holds stretches r and 2 * shards - 1 - r of 2 * shards: causal work is even (Llama 3, arXiv:2407.21783)."""
+    """Shard r holds stretches r and 2 shards - 1 - r of 2 shards: causal work is even (Llama 3, arXiv:2407.21783)."""
 
     @property
     def multiple(self) -> int:

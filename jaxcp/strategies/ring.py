@@ -45,7 +45,7 @@ class Ring(Strategy):
     def backward(self, block: Block, lse, delta, dout):
         """The gradient of a block travels with it, one step behind; its owner adds its own term last, so that the sum
         starts one rank later and needs no hop more."""
-        kv, travelling, dq, own = block.kv, None, None, None
+        kv, travelling, dq, own, behind = block.kv, None, None, None, 0
         for offset, following in self._steps():
             if offset:
                 kv, travelling, dq, own = lax.optimization_barrier((kv, travelling, dq, own))

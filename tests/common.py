@@ -1,0 +1,69 @@
+"""Running a `Problem` through the library, on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxcp
+from tests.oracle import Problem
+
+
+def mesh(*, explicit: bool = False, **axes: int) -> jax.sharding.Mesh:
+    """A mesh of the first devices: mesh(data=2, context=4)."""
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    count = int(np.prod(list(axes.values())))
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=jax.devices()[:count]
+    )
+
+
+def attend(
+    problem: Problem, strategy, layout=None, *, on, dtype=jnp.float32, spec: PartitionSpec | None = None, **options
+):
+    """out, lse and every gradient of `problem`, dealt, attended on mesh `on`, and undealt; a dict as oracle.solve's.
+
+    `options` go to dot_product_attention. Jitted, differentiated by a random cotangent for out and for lse.
+    """
+    run = program(problem, strategy, layout, dtype=dtype, spec=spec, **options)
+    with jax.set_mesh(on):
+        found = jax.jit(run)(*arrays(problem, dtype))
+    return {name: np.asarray(x.astype(jnp.float32)) for name, x in found.items() if x is not None}
+
+
+def arrays(problem: Problem, dtype=jnp.float32) -> list:
+    """The floating arguments, and the cotangents."""
+    p = problem
+    cast = lambda x, dtype=dtype: None if x is None else jnp.asarray(x, dtype)
+    return [*map(cast, (p.query, p.key, p.value, p.sinks, p.dout)), cast(p.dlse, jnp.float32)]
+
+
+def program(problem: Problem, strategy, layout=None, *, dtype=jnp.float32, spec=None, **options):
+    """The function of `arrays(problem)` that `attend` compiles."""
+    p = problem
+    deal = lambda x: x if layout is None or x is None else layout.deal(x)
+    undeal = lambda x: x if layout is None else layout.undeal(x)
+    rows = "query_positions", "key_value_positions", "query_segment_ids", "key_value_segment_ids"
+    tokens = {name: deal(getattr(p, name)) for name in rows if getattr(p, name) is not None}
+
+    def forward(query, key, value, sinks):
+        out, lse = jaxcp.dot_product_attention(
+            *map(deal, (query, key, value)),
+            strategy=strategy,
+            layout=layout,
+            sinks=sinks,
+            partition_spec=spec,
+            return_residual=True,
+            **tokens,
+            **p.options,
+            **options,
+        )
+        return undeal(out), undeal(lse)
+
+    def run(query, key, value, sinks, dout, dlse):
+        (out, lse), pull = jax.vjp(forward, query, key, value, sinks)
+        dq, dk, dv, dsinks = pull((dout, dlse))
+        assert out.dtype == dq.dtype == dk.dtype == dv.dtype == query.dtype
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
+
+    return run
