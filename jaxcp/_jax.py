@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -35,3 +36,28 @@ def peer_to_peer() -> contextlib.AbstractContextManager:
     Other backends ignore it.
     """
     return set_xla_metadata(_xla_gpu_collective_stream="p2p")
+
+
+def in_order(done, x):
+    """(done, x), pytrees of arrays, of which `x` is not to be touched before `done` is there."""
+    done, x = lax.optimization_barrier((done, x))
+    # XLA:CPU drops barriers before it schedules, then starts every transfer of a ring at once and keeps every block
+    # alive. There, one element of each array is written anew (in place) with a value that seems to depend on `done`.
+    x = lax.platform_dependent(jax.tree.leaves(done)[0], x, cpu=_seem_to_depend, default=lambda _, x: x)
+    return done, x
+
+
+def _seem_to_depend(done, x):
+    never = opaque_zero(done) == 1
+
+    def rewrite(x):
+        first = (0,) * x.ndim
+        return x.at[first].set(jnp.where(never, jnp.zeros((), x.dtype), x[first]))
+
+    return jax.tree.map(rewrite, x)
+
+
+def opaque_zero(x):
+    """int32 0 of which XLA believes that it depends on `x`, whatever x holds."""
+    first = lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
+    return jnp.right_shift(first & 1, 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcp import softmax
-from jaxcp._jax import peer_to_peer
+from jaxcp._jax import in_order, peer_to_peer
 from jaxcp.algebra import Block
 from jaxcp.strategies.base import Strategy
 
@@ -33,7 +33,7 @@ class Ring(Strategy):
         kv, state = block.kv, None
         for offset, following in self._steps():
             if state is not None:
-                kv, state = lax.optimization_barrier((kv, state))  # or XLA issues every transfer at the start
+                state, kv = in_order(state, kv)  # or XLA issues every transfer at the start
             if following is not None:
                 coming = self._send(kv, following - offset)
             part = self.inner.forward(self.inner.place(block.see(kv)))
@@ -48,7 +48,7 @@ class Ring(Strategy):
         kv, travelling, dq, own, behind = block.kv, None, None, None, 0
         for offset, following in self._steps():
             if offset:
-                kv, travelling, dq, own = lax.optimization_barrier((kv, travelling, dq, own))
+                (dq, own, travelling), kv = in_order((dq, own, travelling), kv)
             if following is not None:
                 coming = self._send(kv, following - offset)
             if travelling is not None:
