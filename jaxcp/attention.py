@@ -1,7 +1,6 @@
 """`dot_product_attention`: validate once, spread over the mesh, and the library's one custom_vjp."""
 
 import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -14,9 +13,10 @@ from jaxcp import blocks, softmax
 from jaxcp._jax import vary_alike
 from jaxcp.algebra import Attention, Block
 from jaxcp.kernels import pick
-from jaxcp.layout import Contiguous, Layout
+from jaxcp.layout import Layout
 from jaxcp.mask import Mask, Tokens
 from jaxcp.strategies import Strategy
+from jaxcp.where import Where
 
 
 def dot_product_attention(
@@ -80,8 +80,8 @@ def dot_product_attention(
     if strategy is not None and not isinstance(strategy, Strategy):
         raise ValueError(f"strategy: Ring, AllGather, Ulysses, a composition of them, or None; not {strategy!r}")
     kernel = pick(implementation, mask)
-    where = _where(query, strategy, partition_spec)
-    layout = _layout(layout, strategy, where)
+    where = Where.find(query, key, strategy, partition_spec)
+    layout = where.check(layout, strategy)
     sides = [
         _side("query", query, query_positions, query_segment_ids),
         _side("key_value", key, key_value_positions, key_value_segment_ids),
@@ -91,7 +91,6 @@ def dot_product_attention(
     if strategy is None or where.manual:
         out, lse = call.on_rows(query, key, value, sinks, *sides)
     else:
-        _check_mesh(where, query, key)
         out, lse = _on_mesh(call, query, key, value, sinks, *sides)
     return (out, lse) if return_residual else out
 
@@ -126,34 +125,13 @@ attend.defvjp(_attend_forward, _attend_backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Where:
-    """Where the sequence lies."""
-
-    mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh | None  # None: the ambient one
-    manual: bool  # already inside a shard_map over the strategy's axes
-    explicit: bool  # shardings are part of the types
-    spec: P  # of the query: batch, sequence, heads, None
-    sizes: tuple[tuple[str, int], ...]  # of the axes that shard the sequence, outermost first
-    free: frozenset[str]  # the mesh axes that are not manual yet
-    split: tuple[int, int] = (1, 1)  # over how many devices batch and heads are
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return dict(self.sizes)
-
-    @property
-    def shards(self) -> int:
-        return math.prod(self.axes.values())
-
-
-@dataclasses.dataclass(frozen=True)
 class _Call:
     """The static half of a call: hashable, so that calls outside jit are compiled once."""
 
     strategy: Strategy | None
     kernel: Attention
     layout: Layout
-    where: _Where
+    where: Where
     hinted: bool  # positions come from the layout
 
     def on_rows(self, q, k, v, sinks, q_tokens: Tokens, kv_tokens: Tokens):
@@ -177,7 +155,8 @@ class _Call:
                 f"{self.layout!r} deals {self.layout.multiple} equal stretches: {length} rows ({self.where.shards} "
                 f"shards of {length // self.where.shards}) do not divide; pad the sequence, or pass positions"
             )
-        rank = lax.axis_index(tuple(self.where.axes))
+        axes = tuple(axis for axis, size in self.where.sizes if size > 1)
+        rank = lax.axis_index(axes) if axes else 0
         return tokens._replace(position=self.layout.positions(rank, length)[None])
 
 
@@ -188,12 +167,15 @@ def _on_mesh(call: _Call, query, key, value, sinks, q_tokens: Tokens, kv_tokens:
     batch, sequence, heads, _ = where.spec
     length = query.shape[1]
 
+    uneven = any(layout.padded(x.shape[1]) != x.shape[1] for x in (query, key))
+
     def padded(tokens: Tokens, length: int) -> Tokens:
-        if tokens.segment is None and layout.padded(length) != length:
-            tokens = tokens._replace(segment=jnp.zeros((1, length), jnp.int32))
+        position, segment = tokens
+        if segment is None and uneven:
+            segment = jnp.zeros((1, length), jnp.int32)
         return Tokens(
-            None if tokens.position is None else layout.pad(tokens.position),
-            None if tokens.segment is None else layout.pad(tokens.segment, fill=-1),
+            None if position is None else layout.pad(position),
+            None if segment is None else layout.pad(segment, fill=-1),
         )
 
     tokens = padded(q_tokens, length), padded(kv_tokens, key.shape[1])
@@ -202,8 +184,15 @@ def _on_mesh(call: _Call, query, key, value, sinks, q_tokens: Tokens, kv_tokens:
     specs = (where.spec, where.spec, where.spec, None if sinks is None else P(heads), *jax.tree.map(rows, tokens))
     if where.explicit:
         args = jax.tree.map(jax.reshard, args, specs)
+    on_rows = call.on_rows
+    if where.nested:
+        # jax names the outer axes too in the specs of what an inner shard_map keeps for backward, and then refuses them
+        # (0.10.2 and 0.12.0): keep only what goes in and comes out.
+        on_rows = jax.checkpoint(
+            on_rows, policy=jax.checkpoint_policies.save_only_these_names("jaxcp_out", "jaxcp_lse")
+        )
     out, lse = jax.shard_map(
-        call.on_rows,
+        on_rows,
         mesh=where.mesh,
         in_specs=specs,
         out_specs=(where.spec, P(batch, sequence, heads)),
@@ -219,7 +208,7 @@ def _mask(query, scale, is_causal, local_window_size, logits_soft_cap) -> Mask:
         raise ValueError(f"query must be [B, T, N, H], not {list(query.shape)}")
     window = local_window_size
     if window is not None:
-        window = (window, window) if isinstance(window, int) else tuple(window)
+        window = tuple(window) if isinstance(window, tuple | list) else (window, window)
         if len(window) != 2 or not all(isinstance(side, int) and side >= 0 for side in window):
             raise ValueError(f"local_window_size: a number of keys or (left, right), not {local_window_size!r}")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
@@ -246,8 +235,10 @@ def _check_arrays(query, key, value, sinks):
         raise ValueError(
             f"query, key and value must have one floating dtype, not {query.dtype}, {key.dtype}, {value.dtype}"
         )
-    if sinks is not None and sinks.shape != (n,):
-        raise ValueError(f"sinks {list(sinks.shape)} must hold one logit for each of the {n} query heads")
+    if sinks is not None and (sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(
+            f"sinks {sinks.dtype} {list(sinks.shape)} must hold one floating logit for each of the {n} query heads"
+        )
 
 
 def _side(name: str, x, positions, segments) -> Tokens:
@@ -284,87 +275,3 @@ def _check_sides(q: Tokens, kv: Tokens, same: bool):
             "query_positions and key_value_positions go together where there are as many keys as queries; for "
             "self-attention pass the same array twice"
         )
-
-
-def _where(query, strategy: Strategy | None, partition_spec: P | None) -> _Where:
-    if strategy is None:
-        return _Where(None, False, False, P(), (), frozenset())
-    ambient = jax.sharding.get_abstract_mesh()
-    typed = jax.typeof(query).sharding
-    concrete = None if isinstance(query, jax.core.Tracer) else query.sharding
-    mesh = ambient if not ambient.empty else getattr(concrete, "mesh", typed.mesh)
-    if mesh.empty:
-        raise ValueError(
-            f"{strategy!r}: no mesh; call under `with jax.set_mesh(mesh):`, or pass arrays that lie on one"
-        )
-    for axis in strategy.axes:
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"{strategy!r}: the mesh has no axis {axis!r}, only {', '.join(map(repr, mesh.axis_names))}"
-            )
-    manual = frozenset(ambient.manual_axes)
-    inside = manual.issuperset(strategy.axes)
-    if not inside and not manual.isdisjoint(strategy.axes):
-        raise ValueError(
-            f"{strategy!r}: inside a shard_map over {', '.join(sorted(manual))} only; make all its axes manual, or none"
-        )
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = any(kinds[axis] == jax.sharding.AxisType.Explicit for axis in strategy.axes)
-    spec = _spec(strategy, partition_spec, typed.spec if explicit else getattr(concrete, "spec", None), explicit)
-    batch, sequence, heads, _ = map(_names, spec)
-    shards = math.prod(mesh.shape[axis] for axis in strategy.axes)
-    if explicit and not sequence and query.shape[1] % shards:
-        sequence = strategy.axes  # a type cannot say that 7 rows are sharded over 2
-    if set(sequence) != set(strategy.axes):
-        raise ValueError(
-            f"{strategy!r}: the sequence must be sharded over {' and '.join(strategy.axes)}, and is over "
-            f"{' and '.join(sequence) or 'nothing'} ({spec}); reshard the arrays, or pass partition_spec"
-        )
-    sizes = tuple((axis, mesh.shape[axis]) for axis in sequence)
-    return _Where(
-        mesh=mesh if ambient.empty else None,
-        manual=inside,
-        explicit=explicit,
-        spec=P(batch or None, sequence, heads or None, None),
-        sizes=sizes,
-        free=frozenset(mesh.axis_names) - manual,
-        split=tuple(math.prod(mesh.shape[axis] for axis in names) for names in (batch, heads)),
-    )
-
-
-def _spec(strategy: Strategy, asked: P | None, found: P | None, explicit: bool) -> tuple:
-    """The four entries of the query's partition spec."""
-    four = lambda spec: (*spec, None, None, None, None)[:4]
-    if asked is not None:
-        if len(asked) > 4:
-            raise ValueError(f"partition_spec: P(batch, sequence, heads, None), not {asked}")
-        if explicit and [*map(_names, four(asked))] != [*map(_names, four(found))]:
-            raise ValueError(f"partition_spec {asked} is not the sharding in the query's type, {found}; leave it out")
-        return four(asked)
-    if found is not None and (explicit or _names(four(found)[1])):
-        return four(found)
-    return None, strategy.axes, None, None
-
-
-def _names(entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _check_mesh(where: _Where, query, key):
-    (batch, heads), (n, k) = where.split, (query.shape[2], key.shape[2])
-    if query.shape[0] % batch:
-        raise ValueError(f"a batch of {query.shape[0]} does not divide over {batch} devices ({where.spec})")
-    if n % heads or k % heads:
-        raise ValueError(f"{n} query heads and {k} key heads do not both divide over {heads} devices ({where.spec})")
-
-
-def _layout(layout: Layout | None, strategy: Strategy | None, where: _Where) -> Layout:
-    if layout is None:
-        return Contiguous(where.shards)
-    if not isinstance(layout, Layout):
-        raise ValueError(f"layout: Contiguous, Zigzag or Striped, or None for contiguous; not {layout!r}")
-    if strategy is not None and layout.shards != where.shards:
-        raise ValueError(
-            f"{layout!r} deals to {layout.shards} shards, but {strategy!r} spreads the sequence over {where.shards}"
-        )
-    return layout

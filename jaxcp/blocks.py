@@ -56,9 +56,9 @@ def block_map(mask: Mask, q: Extents, kv: Extents):
         some, every = some & (kv.first - q.last <= ahead), every & (kv.last - q.first <= ahead)
     some = some & (q.least <= kv.greatest) & (kv.least <= q.greatest)
     every = every & (q.least == kv.greatest) & (q.greatest == kv.least) & some
-    shape = (some.shape[0], q.first.shape[1], kv.first.shape[2])
+    xp = np if isinstance(q.first, np.ndarray) else jnp
     kinds = some.astype(np.int32) + every.astype(np.int32)
-    return (np if isinstance(kinds, np.ndarray) else jnp).broadcast_to(kinds, shape)
+    return xp.broadcast_to(kinds, (some.shape[0], q.first.shape[1], kv.first.shape[2]))
 
 
 class Visits(NamedTuple):

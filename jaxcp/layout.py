@@ -138,10 +138,13 @@ def next_token_batch(tokens, *, layout: Layout, segment_ids=None, pad_id: int | 
     tokens = xp.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"next_token_batch: tokens must be integers [B, S], not {tokens.dtype} {list(tokens.shape)}")
+    if not isinstance(layout, Layout):
+        raise ValueError(f"next_token_batch: layout is Contiguous, Zigzag or Striped of some shards, not {layout!r}")
     segments = xp.zeros_like(tokens) if segment_ids is None else xp.asarray(segment_ids)
-    if segments.shape != tokens.shape:
+    if segments.shape != tokens.shape or not np.issubdtype(segments.dtype, np.integer):
         raise ValueError(
-            f"next_token_batch: segment_ids {list(segments.shape)} must have the shape of tokens {list(tokens.shape)}"
+            f"next_token_batch: segment_ids must be integers of the shape of tokens, {list(tokens.shape)}, "
+            f"not {segments.dtype} {list(segments.shape)}"
         )
     segments = segments.astype(xp.int32)
     if pad_id is not None:

@@ -38,12 +38,9 @@ class Mask:
             ahead = 0
         return back, ahead
 
-    def hides(self, q: Tokens, kv: Tokens) -> bool:
-        """Whether anything at all can be invisible; decided without a look at the values."""
-        return self.reach != (None, None) or q.segment is not None or kv.segment is not None
-
     def visible(self, q: Tokens, kv: Tokens):
         """bool [b, t, s]: may query t see key s?"""
+        assert (q.segment is None) == (kv.segment is None), "padding on one side alone would be seen"
         distance = q.position[:, :, None] - kv.position[:, None, :]
         back, ahead = self.reach
         see = jnp.ones(distance.shape, bool)

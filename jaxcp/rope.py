@@ -25,6 +25,8 @@ def apply_rope(x, positions, *, theta: float = 10_000.0, scaling: Callable[[np.n
     Raises:
       ValueError: H is odd, or positions fit neither [B, T] nor [T].
     """
+    if x.ndim != 4:
+        raise ValueError(f"apply_rope: x must be [B, T, N, H], not {list(x.shape)}")
     batch, length, _, dim = x.shape
     if dim % 2:
         raise ValueError(f"apply_rope rotates pairs: the head size must be even, not {dim}")

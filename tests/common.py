@@ -8,6 +8,8 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxcp
 from tests.oracle import Problem
 
+UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 def mesh(*, explicit: bool = False, **axes: int) -> jax.sharding.Mesh:
     """A mesh of the first devices: mesh(data=2, context=4)."""
@@ -19,15 +21,24 @@ def mesh(*, explicit: bool = False, **axes: int) -> jax.sharding.Mesh:
 
 
 def attend(
-    problem: Problem, strategy, layout=None, *, on, dtype=jnp.float32, spec: PartitionSpec | None = None, **options
+    problem: Problem,
+    strategy,
+    layout=None,
+    *,
+    on,
+    dtype=jnp.float32,
+    spec: PartitionSpec | None = None,
+    fast_compile: bool = False,
+    **options,
 ):
     """out, lse and every gradient of `problem`, dealt, attended on mesh `on`, and undealt; a dict as oracle.solve's.
 
     `options` go to dot_product_attention. Jitted, differentiated by a random cotangent for out and for lse.
+    `fast_compile`: leave out LLVM's optimisations, which take half of the time of a program that runs once.
     """
     run = program(problem, strategy, layout, dtype=dtype, spec=spec, **options)
     with jax.set_mesh(on):
-        found = jax.jit(run)(*arrays(problem, dtype))
+        found = jax.jit(run, compiler_options=UNOPTIMISED if fast_compile else None)(*arrays(problem, dtype))
     return {name: np.asarray(x.astype(jnp.float32)) for name, x in found.items() if x is not None}
 
 

@@ -103,15 +103,20 @@ def visible(p: Problem) -> np.ndarray:
     return see
 
 
-def worst(found: dict, truth: dict) -> tuple[float, str]:
-    """The greatest error relative to the largest element of its array, and that array's name."""
-    errors = {}
+def errors(found: dict, truth: dict) -> dict[str, float]:
+    """The greatest error of each array, relative to the array's largest element."""
+    sizes = {}
     for name, right in truth.items():
         got = np.asarray(found[name], np.float64)
         assert got.shape == right.shape, (name, got.shape, right.shape)
         real = right > -1e38  # the floor of lonely rows is compared apart, exactly
         assert np.array_equal(got[~real], right[~real]), name
+        assert not np.isnan(got).any(), name
         difference = np.abs(got - right)[real].max(initial=0)
-        errors[name] = difference / max(np.abs(right[real]).max(initial=0), 1e-30) if difference else 0.0
-    assert not any(np.isnan(e) for e in errors.values()), errors
-    return max((e, name) for name, e in errors.items())
+        sizes[name] = difference / np.abs(right[real]).max() if difference else 0.0
+    return sizes
+
+
+def worst(found: dict, truth: dict) -> tuple[float, str]:
+    """The greatest of `errors`, and that array's name."""
+    return max((error, name) for name, error in errors(found, truth).items())

@@ -91,8 +91,10 @@ class Blockwise:
         return cut.from_queries(dq) * scale, cut.from_keys(dk) * scale, cut.from_keys(dv)
 
     def _survey(self, block: Block, cut: "_Cut") -> "_Survey":
-        q_tokens = _padded(block.q_tokens, cut.rows * cut.block_q)
-        kv_tokens = _padded(block.kv_tokens, cut.columns * cut.block_k)
+        sides = (block.q_tokens, cut.rows * cut.block_q), (block.kv_tokens, cut.columns * cut.block_k)
+        if any(tokens.position.shape[1] != length for tokens, length in sides):
+            sides = [(_segmented(tokens), length) for tokens, length in sides]
+        q_tokens, kv_tokens = (_padded(*side) for side in sides)
         kinds = blocks.block_map(
             self.mask, blocks.extents(q_tokens, cut.block_q), blocks.extents(kv_tokens, cut.block_k)
         )
@@ -248,11 +250,11 @@ def _pad_rows(x, length: int):
     return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
 
 
+def _segmented(tokens: Tokens) -> Tokens:
+    return tokens if tokens.segment is not None else tokens._replace(segment=jnp.zeros_like(tokens.position))
+
+
 def _padded(tokens: Tokens, length: int) -> Tokens:
     """`tokens` with padding rows up to `length`."""
-    more = length - tokens.position.shape[1]
-    if not more:
-        return tokens
-    segment = jnp.zeros_like(tokens.position) if tokens.segment is None else tokens.segment
-    pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, more)), **how)
-    return Tokens(pad(tokens.position, mode="edge"), pad(segment, constant_values=-1))
+    pad = lambda x, **how: x if x is None else jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
+    return Tokens(pad(tokens.position, mode="edge"), pad(tokens.segment, constant_values=-1))

@@ -23,7 +23,7 @@ class Strategy:
         kind = type(self).__name__
         if not self.own_axes or not all(isinstance(name, str) for name in self.own_axes):
             raise ValueError(f"{kind}(axis): a mesh axis name or a tuple of them, not {self.axis!r}")
-        if self.inner is not None and not hasattr(self.inner, "place"):
+        if self.inner is not None and (isinstance(self.inner, type) or not hasattr(self.inner, "place")):
             raise ValueError(f"{kind}({self.axis!r}, inner): another strategy or None, not {self.inner!r}")
         if len(set(self.axes)) < len(self.axes):
             raise ValueError(f"{self!r} uses a mesh axis twice; each strategy needs an axis of its own")
@@ -35,7 +35,7 @@ class Strategy:
 
     @property
     def own_axes(self) -> tuple[str, ...]:
-        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
 
     @property
     def axes(self) -> tuple[str, ...]:
