@@ -39,6 +39,8 @@ class Block(NamedTuple):
 
 
 class Attention(Protocol):
+    """A kernel, or a bound strategy."""
+
     def place(self, block: Block) -> Operands: ...
 
     def forward(self, operands: Operands) -> tuple[jax.Array, jax.Array]: ...

@@ -49,8 +49,8 @@ def dot_product_attention(
       query: [B, T, N, H].
       key: [B, S, K, H]; N is a multiple of K (grouped-query attention).
       value: [B, S, K, Hv].
-      strategy: `Ring`, `AllGather`, `Ulysses` or a composition, over the mesh axes that shard the sequence; None: no
-        communication.
+      strategy: `Ring`, `AllGather`, `Ulysses` or a composition, over the mesh axes that shard the sequence; None: it is
+        not sharded, and nothing is sent.
       layout: how the sequence is dealt to the shards: the positions of the rows, when none are passed. None:
         contiguous.
       is_causal: a query sees no key at a later position.
@@ -82,16 +82,15 @@ def dot_product_attention(
     kernel = pick(implementation, mask)
     where = Where.find(query, key, strategy, partition_spec)
     layout = where.check(layout, strategy)
-    sides = [
-        _side("query", query, query_positions, query_segment_ids),
-        _side("key_value", key, key_value_positions, key_value_segment_ids),
-    ]
-    _check_sides(*sides, same=query.shape[1] == key.shape[1])
-    call = _Call(strategy, kernel, layout, where, hinted=query_positions is None and key_value_positions is None)
-    if strategy is None or where.manual:
-        out, lse = call.on_rows(query, key, value, sinks, *sides)
+    q_tokens = _side("query", query, query_positions, query_segment_ids)
+    kv_tokens = _side("key_value", key, key_value_positions, key_value_segment_ids)
+    _check_sides(q_tokens, kv_tokens, same=query.shape[1] == key.shape[1])
+    hinted = query_positions is None and key_value_positions is None
+    call = _Call(strategy, kernel, mask, layout, where, hinted)
+    if where.manual:
+        out, lse = call.on_rows(query, key, value, sinks, q_tokens, kv_tokens)
     else:
-        out, lse = _on_mesh(call, query, key, value, sinks, *sides)
+        out, lse = _on_mesh(call, query, key, value, sinks, q_tokens, kv_tokens)
     return (out, lse) if return_residual else out
 
 
@@ -130,6 +129,7 @@ class _Call:
 
     strategy: Strategy | None
     kernel: Attention
+    mask: Mask
     layout: Layout
     where: Where
     hinted: bool  # positions come from the layout
@@ -140,7 +140,7 @@ class _Call:
         q_tokens, kv_tokens = (self._positioned(x, n) for x, n in zip((q_tokens, kv_tokens), lengths, strict=True))
         attention = self.kernel
         if self.strategy is not None:
-            offsets = partial(blocks.ring_offsets, self.kernel.mask, self.layout, lengths, self.where.axes)
+            offsets = partial(blocks.ring_offsets, self.mask, self.layout, lengths, self.where.axes)
             attention = self.strategy.bind(self.kernel, self.where.axes, offsets if self.hinted else lambda axis: None)
         q, k, v = q_tokens.clear(q), kv_tokens.clear(k), kv_tokens.clear(v)
         return attend(attention, *vary_alike((q, k, v, sinks, q_tokens, kv_tokens)))
@@ -164,6 +164,7 @@ class _Call:
 def _on_mesh(call: _Call, query, key, value, sinks, q_tokens: Tokens, kv_tokens: Tokens):
     """Pads what does not divide, and maps `call.on_rows` over the mesh."""
     where, layout = call.where, call.layout
+    assert where.spec is not None
     batch, sequence, heads, _ = where.spec
     length = query.shape[1]
 

@@ -1,7 +1,7 @@
 """Who may see whom: a static `Mask` over traced `Tokens`."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 class Tokens(NamedTuple):
     """Who each row is. Travels with the rows that it describes, so that no kernel need know a layout."""
 
-    position: jax.Array  # int32 [b | 1, s], in its document or in the sequence
+    position: jax.Array | Any  # int32 [b | 1, s], in its document or in the sequence
     segment: jax.Array | None  # int32 [b | 1, s], or None: all in one segment. Negative: padding
 
     def clear(self, x):
@@ -48,6 +48,6 @@ class Mask:
             see &= distance <= back
         if ahead is not None:
             see &= distance >= -ahead
-        if q.segment is not None:
+        if q.segment is not None and kv.segment is not None:
             see = see & (q.segment[:, :, None] == kv.segment[:, None, :]) & (q.segment >= 0)[:, :, None]
         return see

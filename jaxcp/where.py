@@ -14,8 +14,8 @@ from jaxcp.strategies import Strategy
 @dataclasses.dataclass(frozen=True)
 class Where:
     mesh: jax.sharding.AbstractMesh | jax.sharding.Mesh | None = None  # None: the ambient one
-    manual: bool = False  # already inside a shard_map over the strategy's axes
-    nested: bool = False  # inside one over other axes
+    manual: bool = True  # the rows are this device's already: inside a shard_map over the strategy's axes, or no mesh
+    nested: bool = False  # inside a shard_map
     explicit: bool = False  # shardings are part of the types
     spec: P | None = None  # of the query: batch, sequence, heads, None
     sizes: tuple[tuple[str, int], ...] = ()  # of the axes that shard the sequence, outermost first
@@ -32,29 +32,30 @@ class Where:
     @classmethod
     def find(cls, query, key, strategy: Strategy | None, partition_spec: P | None) -> "Where":
         """Where a call with these arguments runs; ValueError where it cannot."""
-        if strategy is None:
-            return cls()
         ambient = jax.sharding.get_abstract_mesh()
         typed = jax.typeof(query).sharding
         concrete = None if isinstance(query, jax.core.Tracer) else query.sharding
         mesh = ambient if not ambient.empty else getattr(concrete, "mesh", typed.mesh)
         manual = frozenset(ambient.manual_axes)
-        inside = _check_axes(strategy, mesh, manual)
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        explicit = any(kinds[axis] == AxisType.Explicit for axis in strategy.axes)
-        spec = _spec(strategy, partition_spec, typed.spec if explicit else getattr(concrete, "spec", None), explicit)
+        axes = () if strategy is None else strategy.axes
+        inside = _check_axes(strategy, axes, mesh, manual)
+        explicit = AxisType.Explicit in mesh.axis_types
+        spec = _spec(axes, partition_spec, typed.spec if explicit else getattr(concrete, "spec", None), explicit)
         batch, sequence, heads, _ = map(_names, spec)
-        if explicit and not sequence and query.shape[1] % math.prod(mesh.shape[axis] for axis in strategy.axes):
-            sequence = strategy.axes  # a type cannot say that 7 rows are sharded over 2
+        if explicit and not sequence and query.shape[1] % math.prod(mesh.shape[axis] for axis in axes):
+            sequence = axes  # a type cannot say that 7 rows are sharded over 2
         used = (*batch, *sequence, *heads)
+        if strategy is None and manual.issuperset(used):
+            return cls()
         if not set(used) <= set(mesh.axis_names) or len(set(used)) < len(used):
             raise ValueError(
                 f"partition_spec {P(*spec)}: each axis once, and of the mesh's, {_quoted(mesh.axis_names)}"
             )
-        if set(sequence) != set(strategy.axes):
+        if set(sequence) != set(axes):
             raise ValueError(
-                f"{strategy!r}: the sequence must be sharded over {' and '.join(strategy.axes)}, and is over "
-                f"{' and '.join(sequence) or 'nothing'} ({P(*spec)}); reshard the arrays, or pass partition_spec"
+                f"{'strategy=None' if strategy is None else repr(strategy)}: the sequence must be sharded over "
+                f"{' and '.join(axes) or 'nothing'}, and is over {' and '.join(sequence) or 'nothing'} ({P(*spec)}); "
+                "reshard the arrays, or pass partition_spec"
             )
         if not inside:
             _check_divides(query, key, P(*spec), *(math.prod(mesh.shape[a] for a in names) for names in (batch, heads)))
@@ -63,7 +64,7 @@ class Where:
         return cls(
             mesh=mesh if ambient.empty else None,
             manual=inside,
-            nested=bool(manual) and not inside,
+            nested=bool(manual),
             explicit=explicit,
             spec=P(*(live(names) or None for names in (batch, sequence, heads)), None),
             sizes=tuple((axis, mesh.shape[axis]) for axis in sequence),
@@ -83,25 +84,25 @@ class Where:
         return layout
 
 
-def _check_axes(strategy: Strategy, mesh, manual: frozenset[str]) -> bool:
+def _check_axes(strategy: Strategy | None, axes: tuple[str, ...], mesh, manual: frozenset[str]) -> bool:
     """Whether the strategy's axes are manual already."""
-    if mesh.empty:
+    if axes and mesh.empty:
         raise ValueError(
             f"{strategy!r}: no mesh; call under `with jax.set_mesh(mesh):`, or pass arrays that lie on one"
         )
-    for axis in strategy.axes:
+    for axis in axes:
         if axis not in mesh.axis_names:
             raise ValueError(f"{strategy!r}: the mesh has no axis {axis!r}, only {_quoted(mesh.axis_names)}")
-    if manual.issuperset(strategy.axes):
+    if axes and manual.issuperset(axes):
         return True
-    if not manual.isdisjoint(strategy.axes):
+    if not manual.isdisjoint(axes):
         raise ValueError(
             f"{strategy!r}: inside a shard_map over {', '.join(sorted(manual))} only; make all its axes manual, or none"
         )
     return False
 
 
-def _spec(strategy: Strategy, asked: P | None, found: P | None, explicit: bool) -> tuple:
+def _spec(axes: tuple[str, ...], asked: P | None, found: P | None, explicit: bool) -> tuple:
     """The four entries of the query's partition spec."""
     four = lambda spec: (*spec, None, None, None, None)[:4]
     if asked is not None:
@@ -110,9 +111,9 @@ def _spec(strategy: Strategy, asked: P | None, found: P | None, explicit: bool) 
         if explicit and [*map(_names, four(asked))] != [*map(_names, four(found))]:
             raise ValueError(f"partition_spec {asked} is not the sharding in the query's type, {found}; leave it out")
         return four(asked)
-    if found is not None and (explicit or _names(four(found)[1])):
+    if found is not None and (explicit or (axes and _names(four(found)[1]))):
         return four(found)
-    return None, strategy.axes, None, None
+    return None, axes, None, None
 
 
 def _check_divides(query, key, spec: P, batch: int, heads: int):

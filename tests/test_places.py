@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcp
 from jaxcp import AllGather, Contiguous, Ring, Striped, Ulysses, Zigzag
+from tests import hlo
 from tests.common import arrays, attend, mesh, program
 from tests.oracle import Problem, _dense, solve, worst
 
@@ -267,3 +268,19 @@ def test_under_vmap():
     exact(dict(out=out[0]), dict(out=solve(problem)["out"]))
     doubled = problem.replace(query=2 * problem.query, key=2 * problem.key, value=2 * problem.value)
     exact(dict(out=out[1]), dict(out=solve(doubled)["out"]))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_without_a_strategy_the_batch_stays_where_it_is(explicit):
+    """No collective: each device attends over its own part of the batch."""
+    problem = Problem.random((4, 12, 2, 8), is_causal=True)
+    on = mesh(explicit=explicit, data=4)
+    qkv = [jax.device_put(x, NamedSharding(on, P("data"))) for x in (problem.query, problem.key, problem.value)]
+    spec = None if explicit else P("data")
+    with jax.set_mesh(on):
+        f = jax.jit(lambda *qkv: jaxcp.dot_product_attention(*qkv, strategy=None, partition_spec=spec, is_causal=True))
+        program = f.lower(*qkv).compile()
+        assert not hlo.collectives(program.as_text())
+        out = program(*qkv)
+    assert out.sharding.is_equivalent_to(qkv[0].sharding, 4)
+    np.testing.assert_allclose(out, solve(problem)["out"], atol=2e-6)

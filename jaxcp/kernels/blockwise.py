@@ -91,10 +91,10 @@ class Blockwise:
         return cut.from_queries(dq) * scale, cut.from_keys(dk) * scale, cut.from_keys(dv)
 
     def _survey(self, block: Block, cut: "_Cut") -> "_Survey":
-        sides = (block.q_tokens, cut.rows * cut.block_q), (block.kv_tokens, cut.columns * cut.block_k)
-        if any(tokens.position.shape[1] != length for tokens, length in sides):
-            sides = [(_segmented(tokens), length) for tokens, length in sides]
-        q_tokens, kv_tokens = (_padded(*side) for side in sides)
+        q_tokens, kv_tokens = block.q_tokens, block.kv_tokens
+        q_length, kv_length = cut.rows * cut.block_q, cut.columns * cut.block_k
+        if (q_length, kv_length) != cut.lengths:  # padding on either side: then both need segments
+            q_tokens, kv_tokens = _padded(q_tokens, q_length), _padded(kv_tokens, kv_length)
         kinds = blocks.block_map(
             self.mask, blocks.extents(q_tokens, cut.block_q), blocks.extents(kv_tokens, cut.block_k)
         )
@@ -166,7 +166,8 @@ class _Survey(NamedTuple):
         return batch if self.kinds.shape[0] > 1 else 0
 
 
-class _Cut(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Cut:
     """How [b, t, n, h] falls into tiles [b * key heads * rows, queries a tile, h] and back.
 
     A tile of queries holds those of every head that shares a key head.
@@ -180,8 +181,13 @@ class _Cut(NamedTuple):
     lengths: tuple[int, int]
     dtype: jnp.dtype  # of sums
 
-    rows = property(lambda self: -(-self.lengths[0] // self.block_q))
-    columns = property(lambda self: -(-self.lengths[1] // self.block_k))
+    @property
+    def rows(self) -> int:
+        return -(-self.lengths[0] // self.block_q)
+
+    @property
+    def columns(self) -> int:
+        return -(-self.lengths[1] // self.block_k)
 
     @classmethod
     def of(cls, block: Block, limit: int) -> "_Cut":
@@ -250,11 +256,10 @@ def _pad_rows(x, length: int):
     return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
 
 
-def _segmented(tokens: Tokens) -> Tokens:
-    return tokens if tokens.segment is not None else tokens._replace(segment=jnp.zeros_like(tokens.position))
-
-
 def _padded(tokens: Tokens, length: int) -> Tokens:
     """`tokens` with padding rows up to `length`."""
-    pad = lambda x, **how: x if x is None else jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
-    return Tokens(pad(tokens.position, mode="edge"), pad(tokens.segment, constant_values=-1))
+    position, segment = tokens
+    if segment is None:
+        segment = jnp.zeros_like(position)
+    pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
+    return Tokens(pad(position, mode="edge"), pad(segment, constant_values=-1))

@@ -17,7 +17,7 @@ class Strategy:
     """
 
     axis: str | tuple[str, ...]
-    inner: Any = None
+    inner: Any = None  # a Strategy; bound, an Attention
 
     def __post_init__(self):
         kind = type(self).__name__
@@ -42,16 +42,15 @@ class Strategy:
         """The mesh axes of this strategy and all inside it, outermost first."""
         return self.own_axes + (self.inner.axes if isinstance(self.inner, Strategy) else ())
 
-    def bind(self, kernel: Attention, sizes: Mapping[str, int], offsets: Callable, outermost: bool = True) -> Attention:
+    def bind(self, kernel: Attention, sizes: Mapping[str, int], offsets: Callable, outermost: bool = True) -> Any:
         """This strategy with `kernel` at the bottom, and without the axes that have one device.
 
         `offsets(axis)` are those that a ring over `axis` must visit. `outermost`: nobody sums or merges what this
         attention returns.
         """
         alone = math.prod(sizes[name] for name in self.own_axes) == 1
-        if self.inner is None:
-            inner = kernel
-        else:
+        inner: Any = kernel
+        if self.inner is not None:
             inner = self.inner.bind(kernel, sizes, offsets, outermost and (alone or self.only_moves))
         return inner if alone else dataclasses.replace(self, inner=inner, **self.settled(offsets, outermost))
 

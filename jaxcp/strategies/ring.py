@@ -45,7 +45,7 @@ class Ring(Strategy):
     def backward(self, block: Block, lse, delta, dout):
         """The gradient of a block travels with it, one step behind; its owner adds its own term last, so that the sum
         starts one rank later and needs no hop more."""
-        kv, travelling, dq, own, behind = block.kv, None, None, None, 0
+        kv, travelling, dq, own, behind = block.kv, None, None, [None, None], 0
         for offset, following in self._steps():
             if offset:
                 (dq, own, travelling), kv = in_order((dq, own, travelling), kv)
@@ -53,8 +53,8 @@ class Ring(Strategy):
                 coming = self._send(kv, following - offset)
             if travelling is not None:
                 travelling = self._send(travelling, offset - behind)
-            dq_, *dkv = self.inner.backward(self.inner.place(block.see(kv)), lse, delta, dout)
-            dq = dq_ if dq is None else dq + dq_
+            part, *dkv = self.inner.backward(self.inner.place(block.see(kv)), lse, delta, dout)
+            dq = part if dq is None else dq + part
             if not offset:
                 own = dkv
             else:
