@@ -78,3 +78,12 @@ def program(problem: Problem, strategy, layout=None, *, dtype=jnp.float32, spec=
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
 
     return run
+
+
+def forward_and_backward(strategy, on, *qkv, **options):
+    """The compiled forward and, apart from it, backward of attention on float32 arrays."""
+    attention = lambda *qkv: jaxcp.dot_product_attention(*qkv, strategy=strategy, **options)
+    with jax.set_mesh(on):
+        forward = jax.jit(attention).lower(*qkv).compile()
+        out, pull = jax.jit(lambda *qkv: jax.vjp(attention, *qkv))(*qkv)
+        return forward, jax.jit(lambda pull, dout: pull(dout)).lower(pull, out).compile()

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcp
 from jaxcp import AllGather, Contiguous, Ring, Striped, Ulysses, Zigzag, softmax
-from tests.common import arrays, attend, mesh, program
+from tests.common import arrays, attend, forward_and_backward, mesh, program
 from tests.hlo import collectives
 from tests.oracle import Problem, _dense, solve, worst
 
@@ -50,15 +50,6 @@ def same(a, b):
 def compiled(problem, strategy, on, layout=None, **options):
     with jax.set_mesh(on):
         return jax.jit(program(problem, strategy, layout, **options)).lower(*arrays(problem)).compile()
-
-
-def forward_and_backward(strategy, on, *qkv, **options):
-    """The compiled forward and, apart from it, backward of attention on float32 arrays."""
-    attention = lambda *qkv: jaxcp.dot_product_attention(*qkv, strategy=strategy, **options)
-    with jax.set_mesh(on):
-        forward = jax.jit(attention).lower(*qkv).compile()
-        out, pull = jax.jit(lambda *qkv: jax.vjp(attention, *qkv))(*qkv)
-        return forward, jax.jit(lambda pull, dout: pull(dout)).lower(pull, out).compile()
 
 
 def moved(text, dtype="f32"):
@@ -208,7 +199,9 @@ def test_case_11_the_rings_memory_is_flat():
         return [p.memory_analysis().temp_size_in_bytes for p in programs]
 
     two, four, eight = map(np.array, map(temps, (2, 4, 8)))
-    assert np.all(four <= 1.1 * two) and np.all(eight <= 1.1 * two), (two, four, eight)
+    # two shards need less: their one hop comes in while the keys that were passed in are used, and no other follows
+    assert np.all(two <= four) and np.all(np.abs(eight / four - 1) <= 0.1), (two, four, eight)
+    assert eight[1] <= 30e6 / 2, eight  # bytes of temporaries a device, forward and backward
 
 
 @pytest.mark.parametrize("layout", [Contiguous(2), Zigzag(2), Striped(2), Zigzag(3)], ids=repr)

@@ -1,0 +1,1 @@
+"""A transformer that trains with jaxcp: `python -m models.train`."""
