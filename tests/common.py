@@ -37,9 +37,16 @@ def attend(
     `fast_compile`: leave out LLVM's optimisations, which take half of the time of a program that runs once.
     """
     run = program(problem, strategy, layout, dtype=dtype, spec=spec, **options)
-    with jax.set_mesh(on):
-        found = jax.jit(run, compiler_options=UNOPTIMISED if fast_compile else None)(*arrays(problem, dtype))
-    return {name: np.asarray(x.astype(jnp.float32)) for name, x in found.items() if x is not None}
+    return next(run_on([problem], run, on=on, dtype=dtype, fast_compile=fast_compile))
+
+
+def run_on(problems, run, *, on, dtype=jnp.float32, fast_compile: bool = False):
+    """Yields what `run`, the `program` of the first of the problems, gives for each: they differ in their numbers."""
+    run = jax.jit(run, compiler_options=UNOPTIMISED if fast_compile else None)
+    for problem in problems:
+        with jax.set_mesh(on):
+            found = run(*arrays(problem, dtype))
+        yield {name: np.asarray(x.astype(jnp.float32)) for name, x in found.items() if x is not None}
 
 
 def arrays(problem: Problem, dtype=jnp.float32) -> list:
