@@ -88,7 +88,7 @@ def dot_product_attention(
     hinted = query_positions is None and key_value_positions is None
     call = _Call(strategy, kernel, mask, layout, where, hinted)
     if where.manual:
-        out, lse = call.on_rows(query, key, value, sinks, q_tokens, kv_tokens)
+        out, lse = _on_rows(call, query, key, value, sinks, q_tokens, kv_tokens)
     else:
         out, lse = _on_mesh(call, query, key, value, sinks, q_tokens, kv_tokens)
     return (out, lse) if return_residual else out
@@ -158,6 +158,12 @@ class _Call:
         axes = tuple(axis for axis, size in self.where.sizes if size > 1)
         rank = lax.axis_index(axes) if axes else 0
         return tokens._replace(position=self.layout.positions(rank, length)[None])
+
+
+@partial(jax.jit, static_argnums=0)
+def _on_rows(call: _Call, *args):
+    """`call.on_rows`, compiled once where there is no jit outside."""
+    return call.on_rows(*args)
 
 
 @partial(jax.jit, static_argnums=0)
