@@ -32,11 +32,9 @@ MASKS = {
     "full": {},
     "causal": {"is_causal": True},
     "window": {"local_window_size": (9, 4)},
-    "causal window": {"is_causal": True, "local_window_size": 6},
     "packed": {"is_causal": True},
-    "soft cap and sinks": {"is_causal": True, "logits_soft_cap": 2.0, "sinks": True, "scale": 0.7},
     "cross": {"is_causal": True, "keys": 72},
-    "uneven": {"is_causal": True, "sinks": True},
+    "uneven": {"is_causal": True, "logits_soft_cap": 2.0, "sinks": True, "scale": 0.7},
 }
 
 
