@@ -39,7 +39,8 @@ class Where:
         manual = frozenset(ambient.manual_axes)
         axes = () if strategy is None else strategy.axes
         inside = _check_axes(strategy, axes, mesh, manual)
-        explicit = AxisType.Explicit in mesh.axis_types
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        explicit = any(kinds[axis] == AxisType.Explicit for axis in axes or mesh.axis_names)
         spec = _spec(axes, partition_spec, typed.spec if explicit else getattr(concrete, "spec", None), explicit)
         batch, sequence, heads, _ = map(_names, spec)
         if explicit and not sequence and query.shape[1] % math.prod(mesh.shape[axis] for axis in axes):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcp
@@ -284,3 +284,13 @@ def test_without_a_strategy_the_batch_stays_where_it_is(explicit):
         out = program(*qkv)
     assert out.sharding.is_equivalent_to(qkv[0].sharding, 4)
     np.testing.assert_allclose(out, solve(problem)["out"], atol=2e-6)
+
+
+def test_a_mesh_of_both_kinds_of_axes():
+    """The batch's axis Explicit, the sequence's Auto: the query's type knows nothing of it, partition_spec does."""
+    kinds = AxisType.Explicit, AxisType.Auto
+    on = jax.make_mesh((2, 4), ("data", "c"), axis_types=kinds)
+    with jax.set_mesh(on):
+        q, k, v, sinks, *cotangents = placed(on, "data", "c")
+        run = program(PROBLEM, Ring("c"), spec=P("data", "c"))
+        exact({n: x for n, x in jax.jit(run)(q, k, v, sinks, *cotangents).items()})
