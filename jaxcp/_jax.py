@@ -51,8 +51,8 @@ def _seem_to_depend(done, x):
     never = opaque_zero(done) == 1
 
     def rewrite(x):
-        first = (0,) * x.ndim
-        return x.at[first].set(jnp.where(never, jnp.zeros((), x.dtype), x[first]))
+        first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), (0,) * x.ndim)
 
     return jax.tree.map(rewrite, x)
 

@@ -78,3 +78,22 @@ def test_peer_to_peer_marks_the_permutes_inside():
     run = jax.jit(jax.shard_map(shift, mesh=mesh(a=2), in_specs=P("a"), out_specs=P("a")))
     permutes = [line for line in run.lower(jnp.ones(4)).as_text().splitlines() if "collective_permute" in line]
     assert ['_xla_gpu_collective_stream = "p2p"' in line for line in permutes] == [True, False]
+
+
+def test_in_order_is_a_barrier_on_gpu_and_more_on_cpu():
+    """XLA:CPU drops barriers before it schedules; there, and only there, one element is written anew."""
+    run = jax.jit(lambda done, x: _jax.in_order(done, x)[1])
+    traced = run.trace(jnp.ones(3), jnp.ones(3))
+    gpu, cpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu"))
+    assert "optimization_barrier" in gpu and "optimization_barrier" in cpu
+    assert "dynamic_update_slice" in cpu and "dynamic_update_slice" not in gpu
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, jnp.inf, -jnp.inf, jnp.nan])
+def test_opaque_zero_is_zero_whatever_it_is_made_of(value):
+    x = jnp.full((2, 3), value)
+    assert int(jax.jit(_jax.opaque_zero)(x)) == 0
+    done, y = jax.jit(_jax.in_order)({"a": x}, [x, jnp.arange(3)])
+    np.testing.assert_array_equal(y[0], x)
+    np.testing.assert_array_equal(y[1], np.arange(3))
+    np.testing.assert_array_equal(done["a"], x)
