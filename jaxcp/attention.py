@@ -1,6 +1,7 @@
 """`dot_product_attention`: validate once, spread over the mesh, and the library's one custom_vjp."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -140,8 +141,11 @@ class _Call:
         q_tokens, kv_tokens = (self._positioned(x, n) for x, n in zip((q_tokens, kv_tokens), lengths, strict=True))
         attention = self.kernel
         if self.strategy is not None:
-            offsets = partial(blocks.ring_offsets, self.mask, self.layout, lengths, self.where.axes)
-            attention = self.strategy.bind(self.kernel, self.where.axes, offsets if self.hinted else lambda axis: None)
+            offsets: Callable = partial(blocks.ring_offsets, self.mask, self.layout, lengths, self.where.axes)
+            if not self.hinted:
+                offsets = lambda axis: None
+            # a sink scales what comes out: rounded before as well as after, 16-bit gradients would err twice as much
+            attention = self.strategy.bind(self.kernel, self.where.axes, offsets, outermost=sinks is None)
         q, k, v = q_tokens.clear(q), kv_tokens.clear(k), kv_tokens.clear(v)
         return attend(attention, *vary_alike((q, k, v, sinks, q_tokens, kv_tokens)))
 
