@@ -11,7 +11,6 @@ last line is the JSON.
 import argparse
 import contextlib
 import itertools
-import os
 from functools import partial
 
 import jax
@@ -53,7 +52,7 @@ def main(argv=None):
 
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = partial(parser.add_argument)
+    add = parser.add_argument
     add("--lengths", type=lambda s: [int(x) for x in s.split(",")], default=[4096, 16384], help="sequence lengths")
     add("--devices", type=int, default=8, help="devices that share the sequence")
     add("--platform", default="cpu", help="cpu: virtual devices; cuda: those at hand")
@@ -169,5 +168,4 @@ def measure_balance(args) -> list[dict]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     main()

@@ -55,14 +55,14 @@ def solve(problem: Problem, dtype=np.float64) -> dict[str, np.ndarray]:
     with jax.enable_x64(True):
         cast = lambda x: None if x is None else jnp.asarray(x, dtype)
         args = [cast(x) for x in (p.query, p.key, p.value, p.sinks)]
-        (out, lse), pull = jax.vjp(lambda *args: _dense(p, *args), *args)
+        (out, lse), pull = jax.vjp(lambda *args: dense_attention(p, *args), *args)
         gradients = pull((cast(p.dout), cast(p.dlse).astype(lse.dtype)))
         names = "out", "lse", "dq", "dk", "dv", "dsinks"
         found = zip(names, (out, lse, *gradients), strict=True)
         return {name: np.asarray(x, np.float64) for name, x in found if x is not None}
 
 
-def _dense(p: Problem, q, k, v, sinks):
+def dense_attention(p: Problem, q, k, v, sinks):
     (b, t, n, h), (_, s, kv_heads, _) = q.shape, k.shape
     repeat = lambda x: jnp.repeat(x, n // kv_heads, axis=2)
     wide = jnp.promote_types(q.dtype, jnp.float32)

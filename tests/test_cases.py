@@ -11,7 +11,7 @@ import jaxcp
 from jaxcp import AllGather, Contiguous, Ring, Striped, Ulysses, Zigzag, softmax
 from tests.common import arrays, attend, forward_and_backward, mesh, program
 from tests.hlo import collectives
-from tests.oracle import Problem, _dense, solve, worst
+from tests.oracle import Problem, dense_attention, solve, worst
 
 KINDS = "ring", "all_gather", "ulysses", "hybrid"
 over_all = pytest.mark.parametrize("kind", KINDS)
@@ -275,7 +275,7 @@ def language_truth(parameters, tokens, ids, weights=None):
 
     def attention(q, k, v, ids):
         dense = Problem.random(q.shape, is_causal=True).replace(**packed(ids))
-        return _dense(dense, q, k, v, None)[0]
+        return dense_attention(dense, q, k, v, None)[0]
 
     def loss(parameters):
         total, weight = language_loss(parameters, batch, attention, rope)
@@ -409,7 +409,7 @@ def test_case_23_scanned_layers_with_traced_segments(kind):
     spread_out = lambda q, k, v, ids: jaxcp.dot_product_attention(
         q, k, v, strategy=strategy, is_causal=True, **packed(ids)
     )
-    dense = lambda q, k, v, _: _dense(problem.replace(**packed(ids)), q, k, v, None)[0]
+    dense = lambda q, k, v, _: dense_attention(problem.replace(**packed(ids)), q, k, v, None)[0]
     args = problem.value, scales, ids, problem.dout
     with jax.set_mesh(on):
         found = jax.jit(jax.grad(lambda *args: loss(spread_out, *args), (0, 1)))(*args)

@@ -11,7 +11,7 @@ import jaxcp
 from jaxcp import AllGather, Contiguous, Ring, Striped, Ulysses, Zigzag
 from tests import hlo
 from tests.common import arrays, attend, mesh, program
-from tests.oracle import Problem, _dense, solve, worst
+from tests.oracle import Problem, dense_attention, solve, worst
 
 PROBLEM = Problem.random((2, 16, 4, 8), is_causal=True, sinks=True)
 TRUTH = solve(PROBLEM)
@@ -250,7 +250,7 @@ def test_scanned_layers(explicit, remat):
         args = put(PROBLEM.value), put(scales, None), put(PROBLEM.dout)
         found = jax.jit(jax.grad(lambda *args: loss(attention, *args), (0, 1)))(*args)
     with jax.enable_x64(True):
-        dense = lambda *qkv: _dense(PROBLEM, *qkv, None)[0]
+        dense = lambda *qkv: dense_attention(PROBLEM, *qkv, None)[0]
         wide = [jnp.asarray(x, jnp.float64) for x in (PROBLEM.value, scales, PROBLEM.dout)]
         right = jax.grad(lambda *args: loss(dense, *args), (0, 1))(*wide)
         right = dict(zip(("dx", "dscales"), map(np.asarray, right), strict=True))
