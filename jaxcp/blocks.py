@@ -61,6 +61,33 @@ def block_map(mask: Mask, q: Extents, kv: Extents):
     return xp.broadcast_to(kinds, (some.shape[0], q.first.shape[1], kv.first.shape[2]))
 
 
+class Survey(NamedTuple):
+    """A call cut into blocks: its tokens, padded to whole blocks, and its block map."""
+
+    q_tokens: Tokens  # [b | 1, rows * block_q]
+    kv_tokens: Tokens  # [b | 1, columns * block_k]
+    kinds: Any  # int32 [b | 1, rows, columns]
+
+
+def survey(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, block_q: int, block_k: int) -> Survey:
+    """Cuts queries and keys of any lengths into blocks. Where one side needs padding, both get segments."""
+    q_length, kv_length = (
+        -(-tokens.position.shape[1] // block) * block for tokens, block in ((q_tokens, block_q), (kv_tokens, block_k))
+    )
+    if (q_length, kv_length) != (q_tokens.position.shape[1], kv_tokens.position.shape[1]):
+        q_tokens, kv_tokens = _padded(q_tokens, q_length), _padded(kv_tokens, kv_length)
+    return Survey(q_tokens, kv_tokens, block_map(mask, extents(q_tokens, block_q), extents(kv_tokens, block_k)))
+
+
+def _padded(tokens: Tokens, length: int) -> Tokens:
+    """`tokens` with padding rows up to `length`."""
+    position, segment = tokens
+    if segment is None:
+        segment = jnp.zeros_like(position)
+    pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
+    return Tokens(pad(position, mode="edge"), pad(segment, constant_values=-1))
+
+
 class Visits(NamedTuple):
     """For each row of a block map, the columns to visit: first the full, then the partial."""
 

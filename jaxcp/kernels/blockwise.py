@@ -91,13 +91,7 @@ class Blockwise:
         return cut.from_queries(dq) * scale, cut.from_keys(dk) * scale, cut.from_keys(dv)
 
     def _survey(self, block: Block, cut: "_Cut") -> "_Survey":
-        q_tokens, kv_tokens = block.q_tokens, block.kv_tokens
-        q_length, kv_length = cut.rows * cut.block_q, cut.columns * cut.block_k
-        if (q_length, kv_length) != cut.lengths:  # padding on either side: then both need segments
-            q_tokens, kv_tokens = _padded(q_tokens, q_length), _padded(kv_tokens, kv_length)
-        kinds = blocks.block_map(
-            self.mask, blocks.extents(q_tokens, cut.block_q), blocks.extents(kv_tokens, cut.block_k)
-        )
+        q_tokens, kv_tokens, kinds = blocks.survey(self.mask, block.q_tokens, block.kv_tokens, cut.block_q, cut.block_k)
         batch = kinds.shape[0]
         split = lambda x, size: jnp.broadcast_to(x, (batch, x.shape[1])).reshape(batch, -1, size)
         return _Survey(
@@ -254,12 +248,3 @@ def _tile(tokens: Tokens, who, i) -> Tokens:
 
 def _pad_rows(x, length: int):
     return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-
-
-def _padded(tokens: Tokens, length: int) -> Tokens:
-    """`tokens` with padding rows up to `length`."""
-    position, segment = tokens
-    if segment is None:
-        segment = jnp.zeros_like(position)
-    pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
-    return Tokens(pad(position, mode="edge"), pad(segment, constant_values=-1))
