@@ -61,3 +61,11 @@ def opaque_zero(x):
     """int32 0 of which XLA believes that it depends on `x`, whatever x holds."""
     first = lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
     return jnp.right_shift(first & 1, 1)
+
+
+def result_shape(shape, dtype, *arguments) -> jax.ShapeDtypeStruct:
+    """The type of a Pallas kernel's result: under shard_map it must say over which axes the result varies."""
+    leaves = jax.tree.leaves(arguments)
+    kind = max((jax.typeof(x).manual_axis_type for x in leaves), key=lambda kind: len(kind.varying))
+    assert kind.varying >= frozenset().union(*map(varying_axes, leaves)), "arguments that vary over different axes"
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)

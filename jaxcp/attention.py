@@ -37,7 +37,7 @@ def dot_product_attention(
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
     partition_spec: P | None = None,
-    implementation: str | None = None,
+    implementation: str | Callable[[Mask], Attention] | None = None,
     return_residual: bool = False,
 ):
     r"""Softmax attention, its sequence spread over devices: `jax.nn.dot_product_attention` for long contexts.
@@ -65,7 +65,8 @@ def dot_product_attention(
       partition_spec: P(batch, sequence, heads, None) of the query, where the mesh's axes are Auto; the key's and the
         value's follow. None: that of a concrete query, else the sequence over the strategy's axes and nothing more.
         Where axes are Explicit, it is read from the types.
-      implementation: the kernel, "reference" or "blockwise"; None: the best there is.
+      implementation: the kernel, "reference", "blockwise" or "triton" (NVIDIA GPUs from Ampere on); or a function of
+        the static `Mask` that makes one of your own (`jaxcp.algebra.Attention`); None: "blockwise".
       return_residual: also return the logarithm of the softmax's denominator, float32 [B, T, N]; differentiable.
 
     Returns:

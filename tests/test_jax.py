@@ -97,3 +97,15 @@ def test_opaque_zero_is_zero_whatever_it_is_made_of(value):
     np.testing.assert_array_equal(y[0], x)
     np.testing.assert_array_equal(y[1], np.arange(3))
     np.testing.assert_array_equal(done["a"], x)
+
+
+def test_result_shape_varies_as_what_varies_most():
+    def look(both, one):
+        shape = _jax.result_shape((3,), jnp.float32, (one, [both]))
+        assert shape.shape == (3,) and shape.dtype == jnp.float32
+        assert set(shape.manual_axis_type.varying) == {"a", "b"}
+        return both
+
+    x = jnp.ones((4, 4))
+    jax.eval_shape(jax.shard_map(look, mesh=mesh(**ON), in_specs=(P("a", "b"), P("a")), out_specs=P("a", "b")), x, x)
+    assert not _jax.result_shape((3,), jnp.float32, x).manual_axis_type.varying  # outside shard_map
