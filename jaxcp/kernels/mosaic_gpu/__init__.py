@@ -1,0 +1,75 @@
+# mypy: ignore-errors
+"""FlashAttention-3 (arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper: TMA, wgmma, and warpgroups of two kinds."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxcp import blocks
+from jaxcp.algebra import Block
+from jaxcp.kernels.mosaic_gpu import backward, forward
+from jaxcp.kernels.mosaic_gpu.common import LOG2_E, TALL
+from jaxcp.mask import Mask, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGPU:
+    mask: Mask
+    interpret: Any = False  # or plgpu.InterpretGPUParams (jax 0.11): by Pallas's interpreter, on any device
+
+    def place(self, block: Block) -> Block:
+        return block
+
+    def forward(self, block: Block, onto=None):
+        config = forward.CONFIGS[block.q.shape[3]]
+        q, k, v = _pad(block.q, TALL), _pad(block.k, config.keys), _pad(block.v, config.keys)
+        tokens, kinds = _survey(self.mask, block, TALL, config.keys)
+        onto = None if onto is None else (_pad(onto[0], TALL), _by_head(onto[1], TALL))
+        out, lse = forward.forward(self.mask, config, self.interpret, q, k, v, *tokens, blocks.visits(kinds), onto)
+        t = block.q.shape[1]
+        return out[:, :t], lse[..., :t].swapaxes(1, 2)
+
+    def backward(self, block: Block, lse, delta, dout, onto=None):
+        (_b, t, _n, h), (_, s, _, _) = block.q.shape, block.k.shape
+        dout = dout.astype(block.q.dtype)
+
+        def arguments(block_q: int, block_k: int):
+            q, k, v, do = _pad(block.q, block_q), _pad(block.k, block_k), _pad(block.v, block_k), _pad(dout, block_q)
+            tokens, kinds = _survey(self.mask, block, block_q, block_k)
+            return (q, k, v, do, _by_head(lse * LOG2_E, block_q), _by_head(delta, block_q), *tokens), kinds
+
+        config = backward.DQ[h]
+        args, kinds = arguments(TALL, config.wide)
+        running = None if onto is None else _pad(onto[0], TALL)
+        dq = backward.dq(self.mask, config, self.interpret, *args, blocks.visits(kinds), running)
+
+        config = backward.DKV[h]
+        args, kinds = arguments(config.wide, TALL)
+        running = None if onto is None else tuple(_pad(x, TALL) for x in onto[1:])
+        visits = blocks.visits(kinds.swapaxes(1, 2))
+        dk, dv = backward.dkv(self.mask, config, self.interpret, *args, visits, running)
+        return dq[:, :t], dk[:, :s], dv[:, :s]
+
+
+def _survey(mask: Mask, block: Block, block_q: int, block_k: int):
+    """The tokens of whole tiles, and the map."""
+    q, kv, kinds = blocks.survey(mask, block.q_tokens, block.kv_tokens, block_q, block_k)
+    return (_apart(q, -1), _apart(kv, -2)), kinds
+
+
+def _apart(tokens: Tokens, padding: int) -> Tokens:
+    """`tokens` with one number for all padding, unequal on the two sides: one comparison of segments is enough."""
+    if tokens.segment is None:
+        return tokens
+    return tokens._replace(segment=jnp.where(tokens.segment < 0, padding, tokens.segment))
+
+
+def _pad(x, tile: int):
+    more = -x.shape[1] % tile
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
+
+
+def _by_head(x, tile: int):
+    """[b, t, n], a number for each query, as [b, n, t] of whole tiles."""
+    return _pad(x[..., None], tile)[..., 0].swapaxes(1, 2)

@@ -1,0 +1,242 @@
+# mypy: ignore-errors
+"""FlashAttention-2 backward (arXiv:2307.08691, algorithm 2) cut in two: no atomics sum anything, and the result
+is the same from run to run: one kernel owns queries and gives dq, another owns keys and gives dk and dv.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxcp._jax import result_shape
+from jaxcp.kernels.mosaic_gpu import common
+from jaxcp.kernels.mosaic_gpu.common import LOADER, ROWS, TALL, TILE, Pipe
+from jaxcp.mask import Mask
+
+
+class Config(NamedTuple):
+    wide: int  # columns of logits in a tile: keys for dq, queries for dk and dv
+    stages: int  # tiles of what streams by, in shared memory
+    registers: tuple[int, int]  # a thread, of the computing and of the loading warpgroups
+
+
+DQ = {64: Config(64, 2, (232, 40)), 128: Config(64, 2, (232, 40)), 256: Config(32, 2, (232, 40))}
+DKV = {64: Config(64, 2, (240, 24)), 128: Config(64, 2, (240, 24)), 256: Config(32, 2, (240, 24))}
+
+
+def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto):
+    """dq [b, t, n, h], from arrays of whole tiles; `onto` is such a sum so far, or None. lse is in base 2."""
+    b, t, n, h = q.shape
+    group = n // k.shape[2]
+
+    def differentiate(
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, q_tokens, kv_tokens, visits, onto, dq_gmem,
+        *, q_smem, dout_smem, here, k_pipe, v_pipe,
+    ):  # fmt: skip
+        head, i, batch, warpgroup = map(lax.axis_index, ("head", "tile", "batch", "warpgroup"))
+        if mask.reach[1] == 0:  # the last rows see most: the longest go first, lest the end wait for them
+            i = t // TALL - 1 - i
+        q_tokens, kv_tokens, (order, full, seen) = (common.of_batch(x, batch) for x in (q_tokens, kv_tokens, visits))
+        full, seen = full[i], seen[i]
+
+        @pl.when(warpgroup < LOADER)
+        def compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            rows = pl.ds(i * TALL + warpgroup * ROWS, ROWS)
+            mine = q_smem.at[warpgroup], dout_smem.at[warpgroup]
+            for source, target in zip((q_gmem, dout_gmem), mine, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target, here.at[warpgroup])
+            lse, delta = (common.load(x.at[batch, head, rows], common.one_for_each(0)) for x in (lse_gmem, delta_gmem))
+            plgpu.barrier_wait(here.at[warpgroup])
+
+            def add(m, dq, masked):
+                hide = None
+                if masked:
+                    columns = pl.ds(order[i, m] * config.wide, config.wide)
+                    hide = functools.partial(
+                        common.hide, mask, q=common.cut(q_tokens, rows), kv=common.cut(kv_tokens, columns), q_dim=0
+                    )
+                k_pipe.wait(m)
+                v_pipe.wait(m)
+
+                def multiply(products, dweights):
+                    plgpu.wgmma(products, mine[0], common.transposed(k_pipe.at(m)))
+                    plgpu.wgmma(dweights, mine[1], common.transposed(v_pipe.at(m)))
+                    _, sloped = _weights(mask, plgpu.wgmma_accumulator_load(products, wait_n=1), lse, 0, hide)
+                    return sloped * (dweights[...] - common.spread(delta, sloped.shape, 0))
+
+                acc = plgpu.ACC((ROWS, config.wide), jnp.float32)
+                dlogits = pl.run_scoped(multiply, acc, acc)
+                v_pipe.free(m)
+                dq = common.add_product(dq, dlogits.astype(k_gmem.dtype), k_pipe.at(m), interpret)
+                k_pipe.free(m)
+                return dq
+
+            dq = plgpu.layout_cast(jnp.zeros((ROWS, h), jnp.float32), TILE)
+            dq = lax.fori_loop(0, full, functools.partial(add, masked=False), dq)
+            dq = lax.fori_loop(full, seen, functools.partial(add, masked=True), dq)
+            dq = dq * mask.scale
+            if onto is not None:
+                dq = dq + common.load(onto.at[batch, rows, head], TILE)
+            dq_gmem.at[batch, rows, head][...] = dq
+
+        @pl.when(warpgroup == LOADER)
+        def load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            kv_head = lax.div(head, jnp.int32(group))
+
+            @pl.loop(0, seen)
+            def _(m):
+                columns = batch, pl.ds(order[i, m] * config.wide, config.wide), kv_head
+                k_pipe.fill(m, k_gmem.at[columns])
+                v_pipe.fill(m, v_gmem.at[columns])
+
+            k_pipe.drain(seen)
+            v_pipe.drain(seen)
+
+    pipe = Pipe.of(config.stages, common.smem(config.stages, config.wide, h, dtype=q.dtype))
+    rows = common.smem(2, ROWS, h, dtype=q.dtype)
+    arguments = q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto
+    [gradient] = common.call(
+        differentiate,
+        "dq",
+        {"head": n, "tile": t // TALL, "batch": b},
+        arguments,
+        [result_shape(q.shape, jnp.float32, arguments)],
+        {
+            "q_smem": rows,
+            "dout_smem": rows,
+            "here": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+            "k_pipe": pipe,
+            "v_pipe": pipe,
+        },
+        interpret,
+    )
+    return gradient
+
+
+def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto):
+    """dk and dv [b, s, k, h], from arrays of whole tiles; `onto` are such sums so far, or None. lse is in base 2.
+
+    Logits lie transposed here, [keys, queries]: so they are the left operand, in registers, of both products that they
+    enter. A tile of keys sees the queries of all heads that share its head.
+    """
+    b, s, kv_heads, h = k.shape
+    group = q.shape[2] // kv_heads
+
+    def differentiate(
+        q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, q_tokens, kv_tokens, visits, onto, dk_gmem, dv_gmem,
+        *, k_smem, v_smem, here, q_pipe, dout_pipe,
+    ):  # fmt: skip
+        kv_head, j, batch, warpgroup = map(lax.axis_index, ("head", "tile", "batch", "warpgroup"))
+        q_tokens, kv_tokens, (order, full, seen) = (common.of_batch(x, batch) for x in (q_tokens, kv_tokens, visits))
+        full, seen = full[j] * group, seen[j] * group
+
+        def queries(m):
+            """The rows of the visit, and its head."""
+            nth, head = lax.div(m, jnp.int32(group)), kv_head * group + lax.rem(m, jnp.int32(group))
+            return pl.ds(order[j, nth] * config.wide, config.wide), head
+
+        @pl.when(warpgroup < LOADER)
+        def compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            rows = pl.ds(j * TALL + warpgroup * ROWS, ROWS)
+            k_mine, v_mine = k_smem.at[warpgroup], v_smem.at[warpgroup]
+            for source, target in ((k_gmem, k_mine), (v_gmem, v_mine)):
+                plgpu.copy_gmem_to_smem(source.at[batch, rows, kv_head], target, here.at[warpgroup])
+            plgpu.barrier_wait(here.at[warpgroup])
+
+            def add(m, sums, masked):
+                dk, dv = sums
+                hide = None
+                if masked:
+                    hide = functools.partial(
+                        common.hide,
+                        mask, q=common.cut(q_tokens, queries(m)[0]), kv=common.cut(kv_tokens, rows), q_dim=1,
+                    )  # fmt: skip
+                acc = plgpu.ACC((ROWS, config.wide), jnp.float32)
+                q_pipe.wait(m)
+
+                def multiply(products):
+                    plgpu.wgmma(products, k_mine, common.transposed(q_pipe.at(m)))
+                    return products[...]
+
+                products = pl.run_scoped(multiply, acc)
+                lse = common.load(q_pipe.at(m, 1), common.one_for_each(1))
+                weights, sloped = _weights(mask, products, lse, 1, hide)
+                weights, sloped = lax.optimization_barrier((weights.astype(q_gmem.dtype), sloped))
+                dout_pipe.wait(m)
+
+                def multiply_too(dweights, dv=dv):
+                    plgpu.wgmma(dweights, v_mine, common.transposed(dout_pipe.at(m)))
+                    dv = common.add_product(dv, weights, dout_pipe.at(m), interpret)
+                    return dv, dweights[...]
+
+                dv, dweights = pl.run_scoped(multiply_too, acc)
+                delta = common.load(dout_pipe.at(m, 1), common.one_for_each(1))
+                dlogits = sloped * (dweights - common.spread(delta, sloped.shape, 1))
+                plgpu.commit_smem()  # TMA is to write where lse and delta have been read
+                dout_pipe.free(m)
+                dk = common.add_product(dk, dlogits.astype(q_gmem.dtype), q_pipe.at(m), interpret)
+                q_pipe.free(m)
+                return dk, dv
+
+            none = plgpu.layout_cast(jnp.zeros((ROWS, h), jnp.float32), TILE)
+            sums = lax.fori_loop(0, full, functools.partial(add, masked=False), (none, none))
+            dk, dv = lax.fori_loop(full, seen, functools.partial(add, masked=True), sums)
+            dk = dk * mask.scale
+            here_too = batch, rows, kv_head
+            if onto is not None:
+                dv = dv + common.load(onto[1].at[here_too], TILE)
+            dv_gmem.at[here_too][...] = dv
+            if onto is not None:
+                dk = dk + common.load(onto[0].at[here_too], TILE)
+            dk_gmem.at[here_too][...] = dk
+
+        @pl.when(warpgroup == LOADER)
+        def load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+
+            @pl.loop(0, seen)
+            def _(m):
+                rows, head = queries(m)
+                q_pipe.fill(m, q_gmem.at[batch, rows, head], lse_gmem.at[batch, head, rows])
+                dout_pipe.fill(m, dout_gmem.at[batch, rows, head], delta_gmem.at[batch, head, rows])
+
+            q_pipe.drain(seen)
+            dout_pipe.drain(seen)
+
+    pipe = Pipe.of(
+        config.stages,
+        common.smem(config.stages, config.wide, h, dtype=q.dtype),
+        plgpu.SMEM((config.stages, config.wide), jnp.float32),
+    )
+    rows = common.smem(2, ROWS, h, dtype=q.dtype)
+    arguments = q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto
+    return common.call(
+        differentiate,
+        "dkv",
+        {"head": kv_heads, "tile": s // TALL, "batch": b},
+        arguments,
+        [result_shape(x.shape, jnp.float32, arguments) for x in (k, v)],
+        {
+            "k_smem": rows,
+            "v_smem": rows,
+            "here": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+            "q_pipe": pipe,
+            "dout_pipe": pipe,
+        },
+        interpret,
+    )
+
+
+def _weights(mask: Mask, products, lse, q_dim: int, hide):
+    """The softmax's weights, and what the gradient of the logits is times: the same, times the slope of the cap."""
+    capped, factor, slope = common.cap(mask, products)
+    weights = jnp.exp2(capped * factor - common.spread(lse, capped.shape, q_dim))
+    if hide is not None:
+        weights = hide(x=weights, fill=0.0)  # a row that sees nothing has exp2(-FLOOR), infinity
+    return weights, weights if slope is None else weights * slope()
