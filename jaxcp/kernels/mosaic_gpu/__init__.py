@@ -1,5 +1,8 @@
-# mypy: ignore-errors
-"""FlashAttention-3 (arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper: TMA, wgmma, and warpgroups of two kinds."""
+"""FlashAttention-3 (arXiv:2407.08608) in Pallas Mosaic GPU, for Hopper: TMA, wgmma, and warpgroups of two kinds.
+
+Compiled for another architecture these kernels end the process (LLVM: "Cannot select"), without an exception: who
+picks them must know the device.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,10 +18,19 @@ from jaxcp.mask import Mask, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGPU:
+    """For 16 bits, and heads of 64, 128 or 256, those of keys and of values alike."""
+
     mask: Mask
-    interpret: Any = False  # or plgpu.InterpretGPUParams (jax 0.11): by Pallas's interpreter, on any device
+    interpret: Any = False  # or plgpu.InterpretGPUParams, of jax 0.11: by Pallas's interpreter, on any device
 
     def place(self, block: Block) -> Block:
+        dtype, sizes = block.q.dtype, {block.q.shape[3], block.v.shape[3]}
+        if dtype not in (jnp.bfloat16, jnp.float16) or len(sizes) > 1 or not sizes <= forward.CONFIGS.keys():
+            raise ValueError(
+                f'implementation="mosaic_gpu": {dtype} with heads of {block.q.shape[3]} (query, key) and '
+                f"{block.v.shape[3]} (value); it takes bfloat16 or float16 with both of them "
+                f"{', '.join(map(str, forward.CONFIGS))}: cast or pad, or use another implementation"
+            )
         return block
 
     def forward(self, block: Block, onto=None):
@@ -26,12 +38,13 @@ class MosaicGPU:
         q, k, v = _pad(block.q, TALL), _pad(block.k, config.keys), _pad(block.v, config.keys)
         tokens, kinds = _survey(self.mask, block, TALL, config.keys)
         onto = None if onto is None else (_pad(onto[0], TALL), _by_head(onto[1], TALL))
-        out, lse = forward.forward(self.mask, config, self.interpret, q, k, v, *tokens, blocks.visits(kinds), onto)
+        arguments = q, k, v, *tokens, blocks.visits(kinds), onto
+        out, lse = forward.forward(self.mask, config, self.interpret, arguments)
         t = block.q.shape[1]
         return out[:, :t], lse[..., :t].swapaxes(1, 2)
 
     def backward(self, block: Block, lse, delta, dout, onto=None):
-        (_b, t, _n, h), (_, s, _, _) = block.q.shape, block.k.shape
+        (_, t, _, h), s = block.q.shape, block.k.shape[1]
         dout = dout.astype(block.q.dtype)
 
         def arguments(block_q: int, block_k: int):
@@ -40,26 +53,26 @@ class MosaicGPU:
             return (q, k, v, do, _by_head(lse * LOG2_E, block_q), _by_head(delta, block_q), *tokens), kinds
 
         config = backward.DQ[h]
-        args, kinds = arguments(TALL, config.wide)
-        running = None if onto is None else _pad(onto[0], TALL)
-        dq = backward.dq(self.mask, config, self.interpret, *args, blocks.visits(kinds), running)
+        args, kinds = arguments(config.tall, config.wide)
+        running = None if onto is None else _pad(onto[0], config.tall)
+        dq = backward.dq(self.mask, config, self.interpret, (*args, blocks.visits(kinds), running))
 
         config = backward.DKV[h]
-        args, kinds = arguments(config.wide, TALL)
-        running = None if onto is None else tuple(_pad(x, TALL) for x in onto[1:])
+        args, kinds = arguments(config.wide, config.tall)
+        running = None if onto is None else tuple(_pad(x, config.tall) for x in onto[1:])
         visits = blocks.visits(kinds.swapaxes(1, 2))
-        dk, dv = backward.dkv(self.mask, config, self.interpret, *args, visits, running)
+        dk, dv = backward.dkv(self.mask, config, self.interpret, (*args, visits, running))
         return dq[:, :t], dk[:, :s], dv[:, :s]
 
 
 def _survey(mask: Mask, block: Block, block_q: int, block_k: int):
-    """The tokens of whole tiles, and the map."""
+    """The tokens of queries and of keys, in whole tiles, and the block map."""
     q, kv, kinds = blocks.survey(mask, block.q_tokens, block.kv_tokens, block_q, block_k)
-    return (_apart(q, -1), _apart(kv, -2)), kinds
+    return (_mark(q, -1), _mark(kv, -2)), kinds
 
 
-def _apart(tokens: Tokens, padding: int) -> Tokens:
-    """`tokens` with one number for all padding, unequal on the two sides: one comparison of segments is enough."""
+def _mark(tokens: Tokens, padding: int) -> Tokens:
+    """`tokens` with one number for padding: unequal on the two sides, so that comparing segments is enough."""
     if tokens.segment is None:
         return tokens
     return tokens._replace(segment=jnp.where(tokens.segment < 0, padding, tokens.segment))

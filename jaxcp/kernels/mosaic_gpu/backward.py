@@ -1,6 +1,8 @@
-# mypy: ignore-errors
-"""FlashAttention-2 backward (arXiv:2307.08691, algorithm 2) cut in two: no atomics sum anything, and the result
-is the same from run to run: one kernel owns queries and gives dq, another owns keys and gives dk and dv.
+"""FlashAttention-2's backward (arXiv:2307.08691, algorithm 2) cut in two, so that no atomics sum anything and the
+result is the same from run to run: one kernel owns queries and gives dq, another owns keys and gives dk and dv.
+
+Both take the first arguments of their `differentiate` as one tuple of arrays of whole tiles: lse in base 2, and `onto`,
+such results so far, or None.
 """
 
 import functools
@@ -13,22 +15,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcp._jax import result_shape
 from jaxcp.kernels.mosaic_gpu import common
-from jaxcp.kernels.mosaic_gpu.common import LOADER, ROWS, TALL, TILE, Pipe
+from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, ROWS, TALL, TILE, Pipe
 from jaxcp.mask import Mask
 
 
 class Config(NamedTuple):
-    wide: int  # columns of logits in a tile: keys for dq, queries for dk and dv
+    tall: int  # rows of logits in a tile: queries for dq, keys for dk and dv
+    wide: int  # columns: keys for dq, queries for dk and dv
     stages: int  # tiles of what streams by, in shared memory
-    registers: tuple[int, int]  # a thread, of the computing and of the loading warpgroups
 
 
-DQ = {64: Config(64, 2, (232, 40)), 128: Config(64, 2, (232, 40)), 256: Config(32, 2, (232, 40))}
-DKV = {64: Config(64, 2, (240, 24)), 128: Config(64, 2, (240, 24)), 256: Config(32, 2, (240, 24))}
+# By the size of a head. Registers hold dk and dv of 64 keys and 128 columns: where heads are larger, both computing
+# warpgroups have the same keys and logits, and each sums half of the columns.
+DQ = {64: Config(TALL, 128, 2), 128: Config(TALL, 64, 2), 256: Config(TALL, 32, 3)}
+DKV = {64: Config(TALL, 64, 4), 128: Config(TALL, 64, 2), 256: Config(ROWS, 64, 2)}
 
 
-def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto):
-    """dq [b, t, n, h], from arrays of whole tiles; `onto` is such a sum so far, or None. lse is in base 2."""
+def dq(mask: Mask, config: Config, interpret, arguments):
+    """dq [b, t, n, h]."""
+    q, k = arguments[:2]
     b, t, n, h = q.shape
     group = n // k.shape[2]
 
@@ -38,19 +43,16 @@ def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_token
     ):  # fmt: skip
         head, i, batch, warpgroup = map(lax.axis_index, ("head", "tile", "batch", "warpgroup"))
         if mask.reach[1] == 0:  # the last rows see most: the longest go first, lest the end wait for them
-            i = t // TALL - 1 - i
+            i = t // config.tall - 1 - i
         q_tokens, kv_tokens, (order, full, seen) = (common.of_batch(x, batch) for x in (q_tokens, kv_tokens, visits))
         full, seen = full[i], seen[i]
 
         @pl.when(warpgroup < LOADER)
         def compute():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            rows = pl.ds(i * TALL + warpgroup * ROWS, ROWS)
-            mine = q_smem.at[warpgroup], dout_smem.at[warpgroup]
-            for source, target in zip((q_gmem, dout_gmem), mine, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[batch, rows, head], target, here.at[warpgroup])
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            rows, mine = common.rows(i, config.tall, warpgroup)
             lse, delta = (common.load(x.at[batch, head, rows], common.one_for_each(0)) for x in (lse_gmem, delta_gmem))
-            plgpu.barrier_wait(here.at[warpgroup])
+            plgpu.barrier_wait(here.at[0])
 
             def add(m, dq, masked):
                 hide = None
@@ -63,9 +65,10 @@ def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_token
                 v_pipe.wait(m)
 
                 def multiply(products, dweights):
-                    plgpu.wgmma(products, mine[0], common.transposed(k_pipe.at(m)))
-                    plgpu.wgmma(dweights, mine[1], common.transposed(v_pipe.at(m)))
+                    plgpu.wgmma(products, q_smem.at[mine], common.transposed(k_pipe.at(m)))
+                    plgpu.wgmma(dweights, dout_smem.at[mine], common.transposed(v_pipe.at(m)))
                     _, sloped = _weights(mask, plgpu.wgmma_accumulator_load(products, wait_n=1), lse, 0, hide)
+                    sloped = lax.optimization_barrier(sloped)
                     return sloped * (dweights[...] - common.spread(delta, sloped.shape, 0))
 
                 acc = plgpu.ACC((ROWS, config.wide), jnp.float32)
@@ -85,8 +88,11 @@ def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_token
 
         @pl.when(warpgroup == LOADER)
         def load():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
+            rows = batch, pl.ds(i * config.tall, config.tall), head
+            plgpu.copy_gmem_to_smem(q_gmem.at[rows], q_smem, here.at[0])
+            plgpu.copy_gmem_to_smem(dout_gmem.at[rows], dout_smem, here.at[0])
 
             @pl.loop(0, seen)
             def _(m):
@@ -97,19 +103,18 @@ def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_token
             k_pipe.drain(seen)
             v_pipe.drain(seen)
 
-    pipe = Pipe.of(config.stages, common.smem(config.stages, config.wide, h, dtype=q.dtype))
-    rows = common.smem(2, ROWS, h, dtype=q.dtype)
-    arguments = q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto
+    smem = functools.partial(common.smem, dtype=q.dtype, swizzle=min(2 * config.wide, 128))
+    pipe, rows = Pipe.of(config.stages, smem(config.stages, config.wide, h)), smem(config.tall, h)
     [gradient] = common.call(
         differentiate,
         "dq",
-        {"head": n, "tile": t // TALL, "batch": b},
+        {"head": n, "tile": t // config.tall, "batch": b},
         arguments,
         [result_shape(q.shape, jnp.float32, arguments)],
         {
             "q_smem": rows,
             "dout_smem": rows,
-            "here": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+            "here": plgpu.Barrier(num_barriers=1, num_arrivals=2),
             "k_pipe": pipe,
             "v_pipe": pipe,
         },
@@ -118,14 +123,16 @@ def dq(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_token
     return gradient
 
 
-def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto):
-    """dk and dv [b, s, k, h], from arrays of whole tiles; `onto` are such sums so far, or None. lse is in base 2.
+def dkv(mask: Mask, config: Config, interpret, arguments):
+    """dk and dv [b, s, k, h].
 
     Logits lie transposed here, [keys, queries]: so they are the left operand, in registers, of both products that they
     enter. A tile of keys sees the queries of all heads that share its head.
     """
+    q, k, v = arguments[:3]
     b, s, kv_heads, h = k.shape
     group = q.shape[2] // kv_heads
+    width = h * config.tall // TALL  # columns of dk and dv that a warpgroup sums
 
     def differentiate(
         q_gmem, k_gmem, v_gmem, dout_gmem, lse_gmem, delta_gmem, q_tokens, kv_tokens, visits, onto, dk_gmem, dv_gmem,
@@ -142,12 +149,10 @@ def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_toke
 
         @pl.when(warpgroup < LOADER)
         def compute():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            rows = pl.ds(j * TALL + warpgroup * ROWS, ROWS)
-            k_mine, v_mine = k_smem.at[warpgroup], v_smem.at[warpgroup]
-            for source, target in ((k_gmem, k_mine), (v_gmem, v_mine)):
-                plgpu.copy_gmem_to_smem(source.at[batch, rows, kv_head], target, here.at[warpgroup])
-            plgpu.barrier_wait(here.at[warpgroup])
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            rows, mine = common.rows(j, config.tall, warpgroup)
+            columns = pl.ds(pl.multiple_of(warpgroup * width, width) if width < h else 0, width)
+            plgpu.barrier_wait(here.at[0])
 
             def add(m, sums, masked):
                 dk, dv = sums
@@ -161,7 +166,7 @@ def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_toke
                 q_pipe.wait(m)
 
                 def multiply(products):
-                    plgpu.wgmma(products, k_mine, common.transposed(q_pipe.at(m)))
+                    plgpu.wgmma(products, k_smem.at[mine], common.transposed(q_pipe.at(m)))
                     return products[...]
 
                 products = pl.run_scoped(multiply, acc)
@@ -171,8 +176,8 @@ def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_toke
                 dout_pipe.wait(m)
 
                 def multiply_too(dweights, dv=dv):
-                    plgpu.wgmma(dweights, v_mine, common.transposed(dout_pipe.at(m)))
-                    dv = common.add_product(dv, weights, dout_pipe.at(m), interpret)
+                    plgpu.wgmma(dweights, v_smem.at[mine], common.transposed(dout_pipe.at(m)))
+                    dv = common.add_product(dv, weights, dout_pipe.at(m).at[:, columns], interpret)
                     return dv, dweights[...]
 
                 dv, dweights = pl.run_scoped(multiply_too, acc)
@@ -180,25 +185,28 @@ def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_toke
                 dlogits = sloped * (dweights - common.spread(delta, sloped.shape, 1))
                 plgpu.commit_smem()  # TMA is to write where lse and delta have been read
                 dout_pipe.free(m)
-                dk = common.add_product(dk, dlogits.astype(q_gmem.dtype), q_pipe.at(m), interpret)
+                dk = common.add_product(dk, dlogits.astype(q_gmem.dtype), q_pipe.at(m).at[:, columns], interpret)
                 q_pipe.free(m)
                 return dk, dv
 
-            none = plgpu.layout_cast(jnp.zeros((ROWS, h), jnp.float32), TILE)
+            none = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), TILE)
             sums = lax.fori_loop(0, full, functools.partial(add, masked=False), (none, none))
             dk, dv = lax.fori_loop(full, seen, functools.partial(add, masked=True), sums)
             dk = dk * mask.scale
-            here_too = batch, rows, kv_head
+            place = batch, rows, kv_head, columns
             if onto is not None:
-                dv = dv + common.load(onto[1].at[here_too], TILE)
-            dv_gmem.at[here_too][...] = dv
+                dv = dv + common.load(onto[1].at[place], TILE)
+            dv_gmem.at[place][...] = dv
             if onto is not None:
-                dk = dk + common.load(onto[0].at[here_too], TILE)
-            dk_gmem.at[here_too][...] = dk
+                dk = dk + common.load(onto[0].at[place], TILE)
+            dk_gmem.at[place][...] = dk
 
         @pl.when(warpgroup == LOADER)
         def load():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+            keys = batch, pl.ds(j * config.tall, config.tall), kv_head
+            plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, here.at[0])
+            plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, here.at[0])
 
             @pl.loop(0, seen)
             def _(m):
@@ -214,18 +222,17 @@ def dkv(mask: Mask, config: Config, interpret, q, k, v, dout, lse, delta, q_toke
         common.smem(config.stages, config.wide, h, dtype=q.dtype),
         plgpu.SMEM((config.stages, config.wide), jnp.float32),
     )
-    rows = common.smem(2, ROWS, h, dtype=q.dtype)
-    arguments = q, k, v, dout, lse, delta, q_tokens, kv_tokens, visits, onto
+    rows = common.smem(config.tall, h, dtype=q.dtype)
     return common.call(
         differentiate,
         "dkv",
-        {"head": kv_heads, "tile": s // TALL, "batch": b},
+        {"head": kv_heads, "tile": s // config.tall, "batch": b},
         arguments,
         [result_shape(x.shape, jnp.float32, arguments) for x in (k, v)],
         {
             "k_smem": rows,
             "v_smem": rows,
-            "here": plgpu.Barrier(num_barriers=2, num_arrivals=2),
+            "here": plgpu.Barrier(num_barriers=1, num_arrivals=2),
             "q_pipe": pipe,
             "dout_pipe": pipe,
         },

@@ -19,6 +19,8 @@ LOG2_E = math.log2(math.e)
 ROWS = 64  # of logits that a warpgroup computes: the height of wgmma
 TALL = 2 * ROWS  # rows of logits in a tile, those of both computing warpgroups
 LOADER = 2  # the third warpgroup
+# A thread's, of 65536 / 128 that three warpgroups share: what the loading one does not need the computing ones get.
+COMPUTING_REGISTERS, LOADING_REGISTERS = 240, 24
 TILE = plgpu.Layout.WGMMA  # how a tile lies in a warpgroup's registers
 
 
@@ -39,10 +41,16 @@ def call(body, name, grid, arguments, results, scratch, interpret):
     )(*arguments)
 
 
-def smem(*shape, dtype):
-    """Shared memory for matrices, which wgmma and TMA want in rows of 128 bytes, swizzled."""
-    transforms = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+def smem(*shape, dtype, swizzle: int = 128):
+    """Shared memory for matrices, which wgmma and TMA want in rows of `swizzle` bytes."""
+    transforms = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def rows(tile, tall: int, warpgroup):
+    """The rows of a computing warpgroup, of the whole and of its tile. In one of 64 rows both have all of them."""
+    mine = warpgroup * ROWS if tall > ROWS else 0
+    return pl.ds(tile * tall + mine, ROWS), pl.ds(mine, ROWS)
 
 
 def load(ref, layout):
@@ -67,7 +75,9 @@ def spread(x, shape, dim: int):
 def cap(mask: Mask, products):
     """(capped, factor, slope): the logits in base 2 are capped * factor; slope is that of the cap, or None."""
     if mask.soft_cap is None:
-        return products, mask.scale * LOG2_E, None
+        factor = mask.scale * LOG2_E
+        # the forward multiplies the greatest product alone, which is not the greatest logit where the factor turns them
+        return (products, factor, None) if factor > 0 else (products * factor, 1.0, None)
     ratio = jnp.tanh(products * (mask.scale / mask.soft_cap))
     return ratio, mask.soft_cap * LOG2_E, lambda: 1 - ratio * ratio
 

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """FlashAttention-3's forward (arXiv:2407.08608, algorithm 2), with its ping-pong: while one computing warpgroup has the
 tensor cores, the other has the exponentials.
 """
@@ -15,21 +14,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxcp import softmax
 from jaxcp._jax import result_shape
 from jaxcp.kernels.mosaic_gpu import common
-from jaxcp.kernels.mosaic_gpu.common import LOADER, LOG2_E, ROWS, TALL, TILE
+from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, LOG2_E, ROWS, TALL, TILE
 from jaxcp.mask import Mask
 
 
 class Config(NamedTuple):
     keys: int  # a tile
     stages: int  # tiles of keys, and of values, in shared memory
-    registers: tuple[int, int]  # a thread, of the computing and of the loading warpgroups
 
 
-CONFIGS = {64: Config(128, 4, (232, 40)), 128: Config(128, 2, (232, 40)), 256: Config(64, 2, (232, 40))}
+CONFIGS = {64: Config(128, 4), 128: Config(128, 2), 256: Config(64, 2)}
 
 
-def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens, visits, onto):
-    """out [b, t, n, h] and lse [b, n, t], from arrays of whole tiles; `onto` are such results so far, or None."""
+def forward(mask: Mask, config: Config, interpret, arguments):
+    """out [b, t, n, h] and lse [b, n, t].
+
+    `arguments` are the first of `attend`, arrays of whole tiles; `onto` are such results so far, or None.
+    """
+    q, k = arguments[:2]
     b, t, n, h = q.shape
     group = n // k.shape[2]
     rows_layout = common.one_for_each(0)
@@ -46,9 +48,8 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
 
         @pl.when(warpgroup < LOADER)
         def compute():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            rows, queries = pl.ds(i * TALL + warpgroup * ROWS, ROWS), q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_gmem.at[batch, rows, head], queries, q_here.at[warpgroup])
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            rows, mine = common.rows(i, TALL, warpgroup)
             place = plgpu.layout_cast
             if onto is None:
                 greatest = place(jnp.full(ROWS, softmax.FLOOR, jnp.float32), rows_layout)
@@ -59,7 +60,7 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
                 greatest = jnp.maximum(lse * LOG2_E, softmax.FLOOR)
                 total = jnp.where(lse > softmax.FLOOR, 1.0, 0.0)
                 out = common.load(onto[0].at[batch, rows, head], TILE)
-            plgpu.barrier_wait(q_here.at[warpgroup])
+            plgpu.barrier_wait(q_here.at[0])
 
             def pass_turn():
                 plgpu.barrier_arrive(turn.at[0])
@@ -72,7 +73,7 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
                 greatest, total, out = state
 
                 def multiply(acc):
-                    plgpu.wgmma(acc, queries, common.transposed(k_pipe.at(m)))
+                    plgpu.wgmma(acc, q_smem.at[mine], common.transposed(k_pipe.at(m)))
                     pass_turn()
                     return acc[...]
 
@@ -112,8 +113,9 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
 
         @pl.when(warpgroup == LOADER)
         def load():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
             kv_head = lax.div(head, jnp.int32(group))
+            plgpu.copy_gmem_to_smem(q_gmem.at[batch, pl.ds(i * TALL, TALL), head], q_smem, q_here.at[0])
 
             @pl.loop(0, seen)
             def _(m):
@@ -125,7 +127,6 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
             v_pipe.drain(seen)
 
     pipe = common.Pipe.of(config.stages, common.smem(config.stages, config.keys, h, dtype=q.dtype))
-    arguments = q, k, v, q_tokens, kv_tokens, visits, onto
     return common.call(
         attend,
         "forward",
@@ -133,8 +134,8 @@ def forward(mask: Mask, config: Config, interpret, q, k, v, q_tokens, kv_tokens,
         arguments,
         [result_shape((b, t, n, h), jnp.float32, arguments), result_shape((b, n, t), jnp.float32, arguments)],
         {
-            "q_smem": common.smem(2, ROWS, h, dtype=q.dtype),
-            "q_here": plgpu.Barrier(num_barriers=2),
+            "q_smem": common.smem(TALL, h, dtype=q.dtype),
+            "q_here": plgpu.Barrier(num_barriers=1),
             "k_pipe": pipe,
             "v_pipe": pipe,
             "turn": plgpu.Barrier(num_barriers=1, num_arrivals=2),
