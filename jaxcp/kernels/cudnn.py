@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxcp import softmax
-from jaxcp._jax import result_shape
+from jaxcp._jax import vary_alike
 from jaxcp.algebra import Block
 from jaxcp.mask import Mask
 
@@ -47,9 +47,7 @@ class CustomCalls:
         """dq, dk, dv in the arguments' dtype. `lse` [b, n, t] and `out` [b, t, n, hv] are of the whole softmax."""
         shapes = [((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), x.dtype) for x in (q, k, v)]
         arguments = q, k, v, lse, dout, out
-        gradients = _custom_call(
-            "__cudnn$fmhaSoftmaxBackward", BACKWARD_PRODUCTS, arguments, shapes, scale, kind
-        )  # fmt: skip
+        gradients = _custom_call("__cudnn$fmhaSoftmaxBackward", BACKWARD_PRODUCTS, arguments, shapes, scale, kind)
         return tuple(x.swapaxes(1, 2) for x in gradients)
 
 
@@ -57,9 +55,11 @@ class CustomCalls:
 class Cudnn:
     """For 16 bits, no segments, and masks that are causal or none.
 
-    `chunks`: into how many runs of consecutive positions the queries and the keys of a block fall, equally long, in any
-    order. Where the positions of a causal block are not so, or one run sees a part of another, all that comes of those
-    rows is NaN.
+    `chunks`: into how many runs of consecutive positions the queries and the keys of a block fall, equally long. Their
+    order is free, but where both are two: there it rises, as a layout deals them. Where the positions of a causal block
+    are not so, or a run sees only a part of another, what comes of those rows is NaN.
+
+    cuDNN sums dq in no fixed order, unless XLA is told --xla_gpu_deterministic_ops=true.
     """
 
     mask: Mask
@@ -104,23 +104,11 @@ class Cudnn:
         assert q_tokens.segment is None and kv_tokens.segment is None, "cuDNN knows no segments"
         if not mask.causal:
             return work.run([_Call(WHOLE, WHOLE, FULL)], so_far, part)
-        runs = [_Runs.of(x.position, n) for x, n in zip((q_tokens, kv_tokens), self.chunks, strict=True)]
-        kinds = _kinds(*runs)
-        by_runs = partial(_by_runs, work, kinds, runs[1].order)
-        if self.chunks != (2, 2) or block.q.shape[1] != block.k.shape[1]:
-            return by_runs(so_far, part)
-        # Zigzag's runs on both sides: one call each for the keys of the same rank, of an earlier, of a later one
-        half = block.q.shape[1] // 2
-        first, second = slice(0, half), slice(half, None)
-        calls = {
-            ((CAUSAL, EMPTY), (FULL, CAUSAL)): _Call(WHOLE, WHOLE, CAUSAL),
-            ((FULL, EMPTY), (FULL, EMPTY)): _Call(WHOLE, first, FULL),
-            ((EMPTY, EMPTY), (FULL, FULL)): _Call(second, WHOLE, FULL),
-        }
-        fits = (kinds == np.array(list(calls))).all((1, 2))
-        which = jnp.where(fits.any(), fits.argmax(), len(calls))
-        branches = [partial(work.run, [call]) for call in calls.values()]
-        return lax.switch(which, [*branches, by_runs], so_far, part)
+        q_runs, kv_runs = (_Runs.of(x.position, n) for x, n in zip((q_tokens, kv_tokens), self.chunks, strict=True))
+        kinds = _kinds(q_runs, kv_runs)
+        if self.chunks == (2, 2) and block.q.shape[1] == block.k.shape[1]:
+            return _two_by_two(work, kinds, so_far, part)
+        return _by_runs(work, kinds, jnp.argsort(kv_runs.first[0]), so_far, part)
 
 
 WHOLE = slice(None)
@@ -175,10 +163,6 @@ class _Runs(NamedTuple):
         x = position.reshape(position.shape[0], count, -1)
         return cls(x[..., 0], x[..., -1], (x == x[..., :1] + jnp.arange(x.shape[2], dtype=x.dtype)).all(-1))
 
-    @property
-    def order(self):
-        return jnp.argsort(self.first[0])
-
 
 def _kinds(q: _Runs, k: _Runs):
     """int32 [query runs, key runs] of EMPTY, CAUSAL, FULL; NEITHER where no one kind holds for all of the batch."""
@@ -187,6 +171,27 @@ def _kinds(q: _Runs, k: _Runs):
     kinds = jnp.where(k.first > q.last, EMPTY, kinds)
     kinds = jnp.where(k.last <= q.first, FULL, kinds)
     return jnp.where((q.true & k.true & (kinds == kinds[:1])).all(0), kinds[0], NEITHER)
+
+
+def _two_by_two(work: _Pass, kinds, so_far, part: _Part):
+    """A ring's step with two runs of queries and of keys on each rank, the first before the second: few calls."""
+    half = part.rows[0].shape[1] // 2
+    first, second = slice(0, half), slice(half, None)
+    calls = {
+        ((CAUSAL, EMPTY), (FULL, CAUSAL)): [_Call(WHOLE, WHOLE, CAUSAL)],  # keys of the same rank
+        # zigzag's: of an earlier, of a later rank
+        ((FULL, EMPTY), (FULL, EMPTY)): [_Call(WHOLE, first, FULL)],
+        ((EMPTY, EMPTY), (FULL, FULL)): [_Call(second, WHOLE, FULL)],
+        # those of stretches that lie a ring apart, as Ulysses gathers them
+        ((FULL, EMPTY), (FULL, FULL)): [_Call(WHOLE, first, FULL), _Call(second, second, FULL)],
+        ((EMPTY, EMPTY), (FULL, EMPTY)): [_Call(second, first, FULL)],
+        # those of stretches side by side
+        ((FULL, FULL), (FULL, FULL)): [_Call(WHOLE, WHOLE, FULL)],
+        ((EMPTY, EMPTY), (EMPTY, EMPTY)): [],
+    }
+    fits = (kinds == np.array(list(calls))).all((1, 2))
+    which = jnp.where(fits.any(), fits.argmax(), len(calls))
+    return lax.switch(which, [*(partial(work.run, x) for x in calls.values()), work.spoil], so_far, part)
 
 
 def _by_runs(work: _Pass, kinds, order, so_far, part: _Part):
@@ -236,8 +241,8 @@ def with_delta(dout, delta):
     delta = delta.astype(jnp.float32)
     size = jnp.abs(delta) * (2.0**-15 if dout.dtype == jnp.float16 else 2.0**-60)
     size = jnp.where(delta == 0, 0, jnp.maximum(size, float(jnp.finfo(dout.dtype).smallest_subnormal)))
-    short = jnp.abs(dout).max(-1) < size
-    dout = dout.at[..., 0].set(jnp.where(short, size.astype(dout.dtype), dout[..., 0]))
+    short = (jnp.abs(dout).max(-1) < size)[..., None] & (jnp.arange(dout.shape[-1]) == 0)
+    dout = jnp.where(short, size.astype(dout.dtype)[..., None], dout)
     wide = dout.astype(jnp.float32)
     greatest = jnp.abs(wide).max(-1)
     greatest = jnp.where(greatest == 0, 1, greatest)
@@ -263,12 +268,12 @@ def _custom_call(name: str, products: dict, arguments, shapes, scale: float, kin
     layouts = [(0, 2, 1, 3) if len(shape) == 4 else tuple(range(len(shape))) for shape, _ in shapes]
     results = jax.ffi.ffi_call(
         name,
-        [result_shape(shape, dtype, arguments) for shape, dtype in [*shapes, ((0,), jnp.uint8)]],  # the workspace
+        [jax.ShapeDtypeStruct(*shape) for shape in [*shapes, ((0,), jnp.uint8)]],  # the last: XLA's workspace
         output_layouts=[*layouts, (0,)],
         custom_call_api_version=2,
         legacy_backend_config=_backend_config((b, n, t, s), arguments[0].dtype, products, scale, kind),
     )(*arguments)
-    return results[:-1]
+    return vary_alike((results[:-1], arguments))[0]  # ffi_call takes no result that varies (jax 0.10.2 to 0.12.0)
 
 
 def _backend_config(weights, dtype, products: dict, scale: float, kind: int) -> str:
