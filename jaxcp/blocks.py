@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcp.layout import Layout
 from jaxcp.mask import Mask, Tokens
@@ -62,7 +63,10 @@ def block_map(mask: Mask, q: Extents, kv: Extents):
 
 
 class Survey(NamedTuple):
-    """A call cut into blocks: its tokens, padded to whole blocks, and its block map."""
+    """A call cut into blocks: its tokens, padded to whole blocks, and its block map.
+
+    Padding has the segment -1 among queries and -2 among keys: one comparison says who sees whom.
+    """
 
     q_tokens: Tokens  # [b | 1, rows * block_q]
     kv_tokens: Tokens  # [b | 1, columns * block_k]
@@ -76,7 +80,8 @@ def survey(mask: Mask, q_tokens: Tokens, kv_tokens: Tokens, block_q: int, block_
     )
     if (q_length, kv_length) != (q_tokens.position.shape[1], kv_tokens.position.shape[1]):
         q_tokens, kv_tokens = _padded(q_tokens, q_length), _padded(kv_tokens, kv_length)
-    return Survey(q_tokens, kv_tokens, block_map(mask, extents(q_tokens, block_q), extents(kv_tokens, block_k)))
+    kinds = block_map(mask, extents(q_tokens, block_q), extents(kv_tokens, block_k))
+    return Survey(_marked(q_tokens, -1), _marked(kv_tokens, -2), kinds)
 
 
 def _padded(tokens: Tokens, length: int) -> Tokens:
@@ -86,6 +91,19 @@ def _padded(tokens: Tokens, length: int) -> Tokens:
         segment = jnp.zeros_like(position)
     pad = lambda x, **how: jnp.pad(x, ((0, 0), (0, length - x.shape[1])), **how)
     return Tokens(pad(position, mode="edge"), pad(segment, constant_values=-1))
+
+
+def _marked(tokens: Tokens, padding: int) -> Tokens:
+    """`tokens` with one number for the segment of all padding."""
+    if tokens.segment is None:
+        return tokens
+    return tokens._replace(segment=jnp.where(tokens.segment < 0, padding, tokens.segment))
+
+
+def whole(x, block: int):
+    """`x` [b, s, ...] with zeros up to whole blocks of `block` rows."""
+    more = -x.shape[1] % block
+    return jnp.pad(x, [(0, more if dim == 1 else 0) for dim in range(x.ndim)]) if more else x
 
 
 class Visits(NamedTuple):
@@ -100,6 +118,12 @@ def visits(kinds) -> Visits:
     """The visiting list of each row of `kinds`; transpose it for that of each column."""
     order = jnp.argsort(-kinds, axis=-1, stable=True).astype(jnp.int32)
     return Visits(order, (kinds == FULL).sum(-1, dtype=jnp.int32), (kinds != EMPTY).sum(-1, dtype=jnp.int32))
+
+
+def walk(full, seen, body, state):
+    """Runs body(nth, state, masked) over a row's visits: first without masking, then with."""
+    state = lax.fori_loop(0, full, lambda n, state: body(n, state, False), state)
+    return lax.fori_loop(full, seen, lambda n, state: body(n, state, True), state)
 
 
 def visible_pairs(mask: Mask, q: Tokens, kv: Tokens) -> int:

@@ -195,7 +195,7 @@ class _Cut:
         )
 
     def queries(self, x):
-        x = _pad_rows(x, self.rows * self.block_q)
+        x = blocks.whole(x, self.block_q)
         x = x.reshape(self.batch, self.rows, self.block_q, self.kv_heads, self.group, -1)
         x = x.transpose(0, 3, 1, 4, 2, 5)
         return x.reshape(self.batch * self.kv_heads * self.rows, self.group * self.block_q, -1)
@@ -207,7 +207,7 @@ class _Cut:
         return x[:, : self.lengths[0]]
 
     def keys(self, x):
-        x = _pad_rows(x, self.columns * self.block_k)
+        x = blocks.whole(x, self.block_k)
         x = x.reshape(self.batch, self.columns, self.block_k, self.kv_heads, -1)
         return x.transpose(0, 3, 1, 2, 4).reshape(self.batch * self.kv_heads * self.columns, self.block_k, -1)
 
@@ -220,8 +220,7 @@ class _Cut:
 def _visit(visits: blocks.Visits, who, row, body, state):
     """Runs body(column, state, masked) over the columns that a row is to visit."""
     order, full, seen = (x[who, row] for x in visits)
-    state = lax.fori_loop(0, full, lambda n, state: body(order[n], state, False), state)
-    return lax.fori_loop(full, seen, lambda n, state: body(order[n], state, True), state)
+    return blocks.walk(full, seen, lambda n, state, masked: body(order[n], state, masked), state)
 
 
 def _put(all, x, n):
@@ -244,7 +243,3 @@ def _turn(x):
 
 def _tile(tokens: Tokens, who, i) -> Tokens:
     return jax.tree.map(lambda x: x[who, i], tokens)
-
-
-def _pad_rows(x, length: int):
-    return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

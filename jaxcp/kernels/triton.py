@@ -216,7 +216,7 @@ def _logits(mask: Mask, x, y):
 
 
 def _visible(mask: Mask, q: Tokens, kv: Tokens, transposed: bool = False):
-    """`mask.visible` of one block of queries and one of keys."""
+    """`mask.visible` of one block of queries and one of keys, their padding marked by `blocks.survey`."""
     row, column = (slice(None), None), (None, slice(None))
     mine, theirs = (column, row) if transposed else (row, column)
     distance = q.position[mine] - kv.position[theirs]
@@ -227,18 +227,15 @@ def _visible(mask: Mask, q: Tokens, kv: Tokens, transposed: bool = False):
     if ahead is not None:
         conditions.append(distance >= -ahead)
     if q.segment is not None and kv.segment is not None:
-        # padding of queries and of keys: unequal to each other, so that one comparison is enough
-        q_segment, kv_segment = jnp.where(q.segment < 0, -1, q.segment), jnp.where(kv.segment < 0, -2, kv.segment)
-        conditions.append(q_segment[mine] == kv_segment[theirs])
+        conditions.append(q.segment[mine] == kv.segment[theirs])
     return functools.reduce(jnp.logical_and, conditions, jnp.full(distance.shape, True))
 
 
 def _visit(visits: blocks.Visits, batch, row, body, state):
     """Runs body(column, state, masked) over the columns that a row is to visit."""
     who = batch if visits.full.shape[0] > 1 else 0
-    full, seen = visits.full[who, row], visits.seen[who, row]
-    state = lax.fori_loop(0, full, lambda n, state: body(visits.order[who, row, n], state, False), state)
-    return lax.fori_loop(full, seen, lambda n, state: body(visits.order[who, row, n], state, True), state)
+    step = lambda n, state, masked: body(visits.order[who, row, n], state, masked)
+    return blocks.walk(visits.full[who, row], visits.seen[who, row], step, state)
 
 
 def _read(tokens: Tokens, batch, rows) -> Tokens:
@@ -270,17 +267,15 @@ class _Cut:
 
     def rows(self, x):
         """[b, t, n], a number for each query, as [b, n, t]: an instance reads those of one head."""
-        x = x.swapaxes(1, 2)
-        more = -x.shape[2] % self.tiles.q
-        return jnp.pad(x, ((0, 0), (0, 0), (0, more))) if more else x
+        return blocks.whole(x, self.tiles.q).swapaxes(1, 2)
 
     def survey(self, mask: Mask, block: Block) -> blocks.Survey:
         return blocks.survey(mask, block.q_tokens, block.kv_tokens, self.tiles.q, self.tiles.k)
 
 
 def _pad(x, tile: int):
-    more = -x.shape[1] % tile, max(16, _power_of_two(x.shape[3])) - x.shape[3]
-    return jnp.pad(x, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else x
+    more = max(16, _power_of_two(x.shape[3])) - x.shape[3]
+    return blocks.whole(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x, tile)
 
 
 def _outgrows(shape) -> bool:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from jaxcp import blocks
 from jaxcp.algebra import Block
+from jaxcp.blocks import whole
 from jaxcp.kernels.mosaic_gpu import backward, forward
 from jaxcp.kernels.mosaic_gpu.common import LOG2_E, TALL
-from jaxcp.mask import Mask, Tokens
+from jaxcp.mask import Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,9 @@ class MosaicGPU:
 
     def forward(self, block: Block, onto=None):
         config = forward.CONFIGS[block.q.shape[3]]
-        q, k, v = _pad(block.q, TALL), _pad(block.k, config.keys), _pad(block.v, config.keys)
-        tokens, kinds = _survey(self.mask, block, TALL, config.keys)
-        onto = None if onto is None else (_pad(onto[0], TALL), _by_head(onto[1], TALL))
+        q, k, v = whole(block.q, TALL), whole(block.k, config.keys), whole(block.v, config.keys)
+        *tokens, kinds = blocks.survey(self.mask, block.q_tokens, block.kv_tokens, TALL, config.keys)
+        onto = None if onto is None else (whole(onto[0], TALL), _by_head(onto[1], TALL))
         arguments = q, k, v, *tokens, blocks.visits(kinds), onto
         out, lse = forward.forward(self.mask, config, self.interpret, arguments)
         t = block.q.shape[1]
@@ -48,41 +49,28 @@ class MosaicGPU:
         dout = dout.astype(block.q.dtype)
 
         def arguments(block_q: int, block_k: int):
-            q, k, v, do = _pad(block.q, block_q), _pad(block.k, block_k), _pad(block.v, block_k), _pad(dout, block_q)
-            tokens, kinds = _survey(self.mask, block, block_q, block_k)
+            q, k, v, do = (
+                whole(block.q, block_q),
+                whole(block.k, block_k),
+                whole(block.v, block_k),
+                whole(dout, block_q),
+            )
+            *tokens, kinds = blocks.survey(self.mask, block.q_tokens, block.kv_tokens, block_q, block_k)
             return (q, k, v, do, _by_head(lse * LOG2_E, block_q), _by_head(delta, block_q), *tokens), kinds
 
         config = backward.DQ[h]
         args, kinds = arguments(config.tall, config.wide)
-        running = None if onto is None else _pad(onto[0], config.tall)
+        running = None if onto is None else whole(onto[0], config.tall)
         dq = backward.dq(self.mask, config, self.interpret, (*args, blocks.visits(kinds), running))
 
         config = backward.DKV[h]
         args, kinds = arguments(config.wide, config.tall)
-        running = None if onto is None else tuple(_pad(x, config.tall) for x in onto[1:])
+        running = None if onto is None else tuple(whole(x, config.tall) for x in onto[1:])
         visits = blocks.visits(kinds.swapaxes(1, 2))
         dk, dv = backward.dkv(self.mask, config, self.interpret, (*args, visits, running))
         return dq[:, :t], dk[:, :s], dv[:, :s]
 
 
-def _survey(mask: Mask, block: Block, block_q: int, block_k: int):
-    """The tokens of queries and of keys, in whole tiles, and the block map."""
-    q, kv, kinds = blocks.survey(mask, block.q_tokens, block.kv_tokens, block_q, block_k)
-    return (_mark(q, -1), _mark(kv, -2)), kinds
-
-
-def _mark(tokens: Tokens, padding: int) -> Tokens:
-    """`tokens` with one number for padding: unequal on the two sides, so that comparing segments is enough."""
-    if tokens.segment is None:
-        return tokens
-    return tokens._replace(segment=jnp.where(tokens.segment < 0, padding, tokens.segment))
-
-
-def _pad(x, tile: int):
-    more = -x.shape[1] % tile
-    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
-
-
 def _by_head(x, tile: int):
     """[b, t, n], a number for each query, as [b, n, t] of whole tiles."""
-    return _pad(x[..., None], tile)[..., 0].swapaxes(1, 2)
+    return whole(x, tile).swapaxes(1, 2)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxcp import blocks
 from jaxcp._jax import result_shape
 from jaxcp.kernels.mosaic_gpu import common
 from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, ROWS, TALL, TILE, Pipe
@@ -79,9 +80,7 @@ def dq(mask: Mask, config: Config, interpret, arguments):
                 return dq
 
             dq = plgpu.layout_cast(jnp.zeros((ROWS, h), jnp.float32), TILE)
-            dq = lax.fori_loop(0, full, functools.partial(add, masked=False), dq)
-            dq = lax.fori_loop(full, seen, functools.partial(add, masked=True), dq)
-            dq = dq * mask.scale
+            dq = blocks.walk(full, seen, add, dq) * mask.scale
             if onto is not None:
                 dq = dq + common.load(onto.at[batch, rows, head], TILE)
             dq_gmem.at[batch, rows, head][...] = dq
@@ -94,14 +93,11 @@ def dq(mask: Mask, config: Config, interpret, arguments):
             plgpu.copy_gmem_to_smem(q_gmem.at[rows], q_smem, here.at[0])
             plgpu.copy_gmem_to_smem(dout_gmem.at[rows], dout_smem, here.at[0])
 
-            @pl.loop(0, seen)
-            def _(m):
+            def visiting(m):
                 columns = batch, pl.ds(order[i, m] * config.wide, config.wide), kv_head
-                k_pipe.fill(m, k_gmem.at[columns])
-                v_pipe.fill(m, v_gmem.at[columns])
+                return (k_gmem.at[columns],), (v_gmem.at[columns],)
 
-            k_pipe.drain(seen)
-            v_pipe.drain(seen)
+            common.stream(seen, visiting, k_pipe, v_pipe)
 
     smem = functools.partial(common.smem, dtype=q.dtype, swizzle=min(2 * config.wide, 128))
     pipe, rows = Pipe.of(config.stages, smem(config.stages, config.wide, h)), smem(config.tall, h)
@@ -190,8 +186,7 @@ def dkv(mask: Mask, config: Config, interpret, arguments):
                 return dk, dv
 
             none = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), TILE)
-            sums = lax.fori_loop(0, full, functools.partial(add, masked=False), (none, none))
-            dk, dv = lax.fori_loop(full, seen, functools.partial(add, masked=True), sums)
+            dk, dv = blocks.walk(full, seen, add, (none, none))
             dk = dk * mask.scale
             place = batch, rows, kv_head, columns
             if onto is not None:
@@ -208,14 +203,12 @@ def dkv(mask: Mask, config: Config, interpret, arguments):
             plgpu.copy_gmem_to_smem(k_gmem.at[keys], k_smem, here.at[0])
             plgpu.copy_gmem_to_smem(v_gmem.at[keys], v_smem, here.at[0])
 
-            @pl.loop(0, seen)
-            def _(m):
+            def visiting(m):
                 rows, head = queries(m)
-                q_pipe.fill(m, q_gmem.at[batch, rows, head], lse_gmem.at[batch, head, rows])
-                dout_pipe.fill(m, dout_gmem.at[batch, rows, head], delta_gmem.at[batch, head, rows])
+                matrix, numbers = (batch, rows, head), (batch, head, rows)
+                return (q_gmem.at[matrix], lse_gmem.at[numbers]), (dout_gmem.at[matrix], delta_gmem.at[numbers])
 
-            q_pipe.drain(seen)
-            dout_pipe.drain(seen)
+            common.stream(seen, visiting, q_pipe, dout_pipe)
 
     pipe = Pipe.of(
         config.stages,

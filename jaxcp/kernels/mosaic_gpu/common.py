@@ -152,6 +152,18 @@ class Pipe(NamedTuple):
             plgpu.barrier_wait(self.done.at[self.slot(n)])
 
 
+def stream(count, visiting, *pipes: Pipe):
+    """What the loading warpgroup does: fills each pipe with its share of visiting(m), for every m below `count`."""
+
+    @pl.loop(0, count)
+    def _(m):
+        for pipe, sources in zip(pipes, visiting(m), strict=True):
+            pipe.fill(m, *sources)
+
+    for pipe in pipes:
+        pipe.drain(count)
+
+
 def add_product(acc, x, y_smem, interpret, meanwhile=lambda: None):
     """acc + x y in float32, x in registers; `meanwhile` runs while the tensor cores do. Pallas's interpreter has no
     such product."""

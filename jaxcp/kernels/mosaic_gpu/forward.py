@@ -2,7 +2,6 @@
 tensor cores, the other has the exponentials.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcp import softmax
+from jaxcp import blocks, softmax
 from jaxcp._jax import result_shape
 from jaxcp.kernels.mosaic_gpu import common
 from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, LOG2_E, ROWS, TALL, TILE
@@ -101,8 +100,7 @@ def forward(mask: Mask, config: Config, interpret, arguments):
                 v_pipe.free(m)
                 return risen, total, out
 
-            state = lax.fori_loop(0, full, functools.partial(add, masked=False), (greatest, total, out))
-            greatest, total, out = lax.fori_loop(full, seen, functools.partial(add, masked=True), state)
+            greatest, total, out = blocks.walk(full, seen, add, (greatest, total, out))
             pl.when(warpgroup == 0)(pass_turn)
             some = total > 0
             total = jnp.where(some, total, 1.0)
@@ -117,14 +115,11 @@ def forward(mask: Mask, config: Config, interpret, arguments):
             kv_head = lax.div(head, jnp.int32(group))
             plgpu.copy_gmem_to_smem(q_gmem.at[batch, pl.ds(i * TALL, TALL), head], q_smem, q_here.at[0])
 
-            @pl.loop(0, seen)
-            def _(m):
+            def visiting(m):
                 columns = batch, pl.ds(order[i, m] * config.keys, config.keys), kv_head
-                k_pipe.fill(m, k_gmem.at[columns])
-                v_pipe.fill(m, v_gmem.at[columns])
+                return (k_gmem.at[columns],), (v_gmem.at[columns],)
 
-            k_pipe.drain(seen)
-            v_pipe.drain(seen)
+            common.stream(seen, visiting, k_pipe, v_pipe)
 
     pipe = common.Pipe.of(config.stages, common.smem(config.stages, config.keys, h, dtype=q.dtype))
     return common.call(
