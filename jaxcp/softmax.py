@@ -3,11 +3,15 @@
 `out` [b, t, n, hv] is normalised by its own `lse` [b, t, n], the natural logarithm of the sum of exp(logits).
 """
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
 # The lse of a row that sees no key. Finite, so that differences of two such rows are 0 and never NaN.
 FLOOR = float(np.finfo(np.float32).min)
+
+LOG2_E = math.log2(math.e)  # exp2, which hardware has, of a logit times this is exp of the logit
 
 
 def merge(a, b):

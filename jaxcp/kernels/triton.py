@@ -23,8 +23,7 @@ from jaxcp import blocks, softmax
 from jaxcp._jax import result_shape
 from jaxcp.algebra import Block
 from jaxcp.mask import Mask, Tokens
-
-LOG2_E = math.log2(math.e)
+from jaxcp.softmax import LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Triton:
         return block
 
     def forward(self, block: Block, onto=None):
-        cut = _Cut.of(block, _forward_tiles(block))
+        cut = _Cut.of(block, _tiling(block).forward)
         q, k, v, survey = cut.queries(block.q), cut.keys(block.k), cut.keys(block.v), cut.survey(self.mask, block)
         (b, t, n, _), hv = q.shape, v.shape[3]
         out, lse = self._call(
@@ -59,14 +58,14 @@ class Triton:
             survey = cut.survey(self.mask, block)
             return (q, k, v, do, cut.rows(lse), cut.rows(delta), survey.q_tokens, survey.kv_tokens), survey.kinds
 
-        cut = _Cut.of(block, _dq_tiles(block))
+        cut = _Cut.of(block, _tiling(block).dq)
         args, kinds = arguments(cut)
         q, k, v = args[:3]
         grid = q.shape[1] // cut.tiles.q, n, b
         running = None if onto is None else (cut.queries(onto[0]),)
         [dq] = self._call(_dq, cut.tiles, grid, (*args, blocks.visits(kinds)), [q.shape], running)
 
-        cut = _Cut.of(block, _dkv_tiles(block))
+        cut = _Cut.of(block, _tiling(block).dkv)
         args, kinds = arguments(cut)
         q, k, v = args[:3]
         grid = k.shape[1] // cut.tiles.k, kv_heads, b
@@ -286,28 +285,18 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-# The largest tiles whose registers ptxas (jax 0.12.0.1, H100, bfloat16) does not spill, whatever the mask: at head
-# sizes 64 and 128 that is asserted in tests/gpu. float32 is multiplied without tensor cores, and wants small ones.
+def _tiling(block: Block) -> "_Tiling":
+    """Tiles whose registers ptxas does not spill (jax 0.12.0.1, H100, bfloat16): asserted in tests/gpu for head sizes
+    64 and 128. Those for larger heads are small enough for an A100's shared memory."""
+    if block.q.dtype == jnp.float32:  # multiplied without tensor cores
+        return _Tiling(*3 * [Tiles(32, 32, 4, 1)])
+    widest = max(block.q.shape[3], block.v.shape[3])
+    if widest > 128:
+        return _Tiling(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2))
+    return _Tiling(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 128 if widest <= 64 else 64, 8, 2))
 
 
-def _forward_tiles(block: Block) -> Tiles:
-    if block.q.dtype == jnp.float32:
-        return Tiles(32, 32, 4, 1)
-    return Tiles(128, 128, 8, 2) if _widest(block) <= 128 else Tiles(64, 64, 8, 2)
-
-
-def _dq_tiles(block: Block) -> Tiles:
-    if block.q.dtype == jnp.float32:
-        return Tiles(32, 32, 4, 1)
-    return Tiles(128, 64, 8, 2) if _widest(block) <= 128 else Tiles(64, 32, 8, 2)
-
-
-def _dkv_tiles(block: Block) -> Tiles:
-    if block.q.dtype == jnp.float32:
-        return Tiles(32, 32, 4, 1)
-    widest = _widest(block)
-    return Tiles(64, 128, 8, 2) if widest <= 64 else Tiles(64, 64, 8, 2) if widest <= 128 else Tiles(64, 32, 8, 2)
-
-
-def _widest(block: Block) -> int:
-    return max(block.q.shape[3], block.v.shape[3])
+class _Tiling(NamedTuple):
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles

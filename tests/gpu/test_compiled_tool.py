@@ -13,12 +13,11 @@ from jax.experimental.pallas import triton as plt
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import compiled
+from jaxcp._jax import result_shape
+from tests.gpu import needs_compiler, triton_is_deprecated
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.skipif(compiled.available() is not None, reason=str(compiled.available())),
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = [needs_compiler, triton_is_deprecated]
 STATIC_AT_MOST = 1024  # bytes of shared memory that a compiler adds by itself
 
 
@@ -28,8 +27,7 @@ def multiply(x, y, warps=4):
     def product(x_ref, y_ref, out_ref):
         out_ref[...] = plt.dot(x_ref[...], y_ref[...])
 
-    varying = jax.typeof(x).manual_axis_type
-    out = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), jnp.float32, manual_axis_type=varying)
+    out = result_shape((x.shape[0], y.shape[1]), jnp.float32, x, y)
     params = plt.CompilerParams(num_warps=warps, num_stages=1)
     return pl.pallas_call(product, out_shape=out, compiler_params=params, name="product")(x, y)
 

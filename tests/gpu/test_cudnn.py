@@ -13,8 +13,9 @@ import jaxcp
 from benchmarks import compiled
 from jaxcp import AllGather, Ring, Zigzag
 from jaxcp.kernels.cudnn import CAUSAL, FULL, KINDS, Cudnn, CustomCalls
+from tests.gpu import needs_compiler
 
-pytestmark = pytest.mark.skipif(compiled.available() is not None, reason=str(compiled.available()))
+pytestmark = needs_compiler
 B, T, H, DEVICES = 2, 4096, 128, 4
 SCALE = 0.125
 CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"  # asks for the library, which is not here

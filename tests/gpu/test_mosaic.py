@@ -16,16 +16,15 @@ from jaxcp.algebra import Block
 from jaxcp.kernels.mosaic_gpu import MosaicGPU
 from jaxcp.mask import Mask, Tokens
 from tests.cases import packed_ids
+from tests.gpu import forward_and_backward, needs_compiler
 from tests.oracle import Problem, errors, solve
 
 ROOT = Path(__file__).parents[2]
-compiles = pytest.mark.skipif(compiled.available() is not None, reason=str(compiled.available()))
 interprets = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Pallas's interpreter of Mosaic GPU is public from jax 0.11 on"
 )
 # With nvJitLink at hand jax 0.12 links Mosaic kernels with it, whereupon ptxas ignores setmaxnreg.
 LINKED = jax.__version_info__ >= (0, 12) and compiled.nvidia("lib/libnvJitLink.so*") is not None
-SHARED = 227 * 1024  # bytes, a block's at most (CUDA C++ Programming Guide)
 MASKS = {
     "causal": dict(causal=True),
     "full": {},
@@ -42,30 +41,19 @@ def kernels(head_dim, kind, *, onto, dtype=jnp.bfloat16):
 
     Compiled once: jax cannot read a program for described GPUs back from its persistent cache, and warns.
     """
-    b, t, n, kv_heads = 2, 4096, 8, 4
-    shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
-    ids = shape(1, t, dtype=jnp.int32)
-    tokens = Tokens(ids, ids if kind in ("segments", "all") else None)
-    q, kv = (shape(b, t, heads, head_dim, dtype=dtype) for heads in (n, kv_heads))
-    out, row, dkv = shape(b, t, n, head_dim), shape(b, t, n), shape(b, t, kv_heads, head_dim)
     kernel = MosaicGPU(Mask(head_dim**-0.5, **MASKS[kind]))
-
-    def both(block, lse, delta, out, dkv):
-        so_far = ((out, lse), (out, dkv, dkv)) if onto else (None, None)
-        block = kernel.place(block)
-        return kernel.forward(block, so_far[0]), kernel.backward(block, lse, delta, out, so_far[1])
-
-    program = compiled.compile(both, Block(q, kv, kv, tokens, tokens), row, row, out, dkv, target="h100")
-    found = {kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel for kernel in compiled.resources(program, "jaxcp")}
+    packed = kind in ("segments", "all")
+    found = forward_and_backward(kernel, "h100", head_dim, packed=packed, onto=onto, dtype=dtype)
+    found = {kernel.name.removesuffix("_mosaic_gpu_kernel"): kernel for kernel in found}
     assert sorted(found) == ["jaxcp_mosaic_gpu_dkv", "jaxcp_mosaic_gpu_dq", "jaxcp_mosaic_gpu_forward"]
     for kernel in found.values():
-        assert kernel.shared_bytes <= SHARED and kernel.threads == 384, kernel
+        assert kernel.threads == 384, kernel
         assert kernel.opcodes["HGMMA"] and kernel.opcodes["UTMALDG"], kernel
         assert LINKED or kernel.opcodes["USETMAXREG"], kernel
     return found
 
 
-@compiles
+@needs_compiler
 @pytest.mark.skipif(LINKED, reason="nvidia-nvjitlink is installed: ptxas ignores setmaxnreg")
 @pytest.mark.parametrize("onto", [False, True], ids=["alone", "onto"])
 @pytest.mark.parametrize("kind", MASKS)
@@ -75,14 +63,14 @@ def test_nothing_spills(head_dim, kind, onto):
         assert kernel.spill_bytes == 0, kernel
 
 
-@compiles
+@needs_compiler
 def test_float16():
     assert LINKED or all(
         kernel.spill_bytes == 0 for kernel in kernels(128, "causal", onto=False, dtype=jnp.float16).values()
     )
 
 
-@compiles
+@needs_compiler
 def test_large_heads():
     """The forward does not spill; the backward does, a little."""
     found = kernels(256, "causal", onto=False)
@@ -90,7 +78,7 @@ def test_large_heads():
     assert LINKED or all(kernel.spill_bytes <= 200 for kernel in found.values())
 
 
-@compiles
+@needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_forward_does_without_setmaxnreg(head_dim):
     """Linked by nvJitLink, with 168 registers a thread, the causal forward still keeps all it has in them."""

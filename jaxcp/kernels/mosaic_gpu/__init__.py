@@ -13,8 +13,9 @@ from jaxcp import blocks
 from jaxcp.algebra import Block
 from jaxcp.blocks import whole
 from jaxcp.kernels.mosaic_gpu import backward, forward
-from jaxcp.kernels.mosaic_gpu.common import LOG2_E, TALL
+from jaxcp.kernels.mosaic_gpu.common import TALL
 from jaxcp.mask import Mask
+from jaxcp.softmax import LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ arXiv:2407.08608, section 3.1).
 Logits are kept in base 2, the scale times log2(e): exp2 is what the hardware has.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcp.mask import Mask, Tokens
+from jaxcp.softmax import LOG2_E
 
-LOG2_E = math.log2(math.e)
 ROWS = 64  # of logits that a warpgroup computes: the height of wgmma
 TALL = 2 * ROWS  # rows of logits in a tile, those of both computing warpgroups
 LOADER = 2  # the third warpgroup

@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxcp import blocks, softmax
 from jaxcp._jax import result_shape
 from jaxcp.kernels.mosaic_gpu import common
-from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, LOG2_E, ROWS, TALL, TILE
+from jaxcp.kernels.mosaic_gpu.common import COMPUTING_REGISTERS, LOADER, LOADING_REGISTERS, ROWS, TALL, TILE
 from jaxcp.mask import Mask
+from jaxcp.softmax import LOG2_E
 
 
 class Config(NamedTuple):
